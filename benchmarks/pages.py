@@ -21,7 +21,7 @@ from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, prose, report, sdpa, tables, writing
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import experts, http, products, transfer
-from jattn import backends, capability
+from jattn import capability, implementations
 from tests.peers import records as peers
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def short_support_table() -> str:
         "| implementation | runs on | head sizes D | caches | gradients |",
         "|---|---|---|---|---|",
     ]
-    for row in backends.ROWS:
+    for row in implementations.ROWS:
         stems = ", ".join(dict.fromkeys(name.split("_")[0] for name in row.formats))
         for names, word in (
             ("float32, bfloat16, float16", "floats"),

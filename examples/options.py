@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jattn
-from jattn import backends
+from jattn import implementations
 
 SPEAKING = "byte-gemma"  # writes English-looking sentences
 BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
@@ -66,7 +66,7 @@ def add_engine_options(
     )
     parser.add_argument(
         "--implementation",
-        choices=tuple(backends.BACKENDS),
+        choices=tuple(implementations.BY_NAME),
         help="of jattn.paged_attention (default: the best that can run here)",
     )
 

@@ -10,8 +10,8 @@ from typing import Literal, Unpack, overload
 import jax
 from jax.typing import DTypeLike
 
-from jattn import backends, capability, formats
 from jattn import call as calls
+from jattn import capability, formats, implementations
 
 Out = jax.Array
 OutAndLse = tuple[jax.Array, jax.Array]
@@ -169,9 +169,9 @@ def paged_attention(
         implementation=implementation,
     )  # fmt: skip
     call = calls.describe_call(arguments)
-    backend = backends.choose(call, implementation)
+    chosen = implementations.choose(call, implementation)
     try:
-        out, lse = _run(backend.row.implementation, call, calls.take_operands(call, arguments))
+        out, lse = _run(chosen.row.implementation, call, calls.take_operands(call, arguments))
     except TypeError as error:
         if "forward-mode" not in str(error):  # of a function with a rule for reverse mode only
             raise
@@ -186,7 +186,7 @@ def paged_attention(
 def _run(name: str, call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """One compilation per implementation and call, shared by eager and jitted callers."""
     with jax.named_scope(f"jattn.{name}"):
-        return backends.BACKENDS[name].run(call, calls.guarded(operands))
+        return implementations.BY_NAME[name].run(call, calls.guarded(operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +239,7 @@ def explain(
     """
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
     call = calls.describe_call(given)
-    refused = backends.refusals(call, given.implementation)
+    refused = implementations.refusals(call, given.implementation)
     refusals = {name: tuple(reasons) for name, reasons in refused}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)
     notes = []
@@ -249,11 +249,11 @@ def explain(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
             "may convert a whole pool of narrow floats; nothing converts unsigned words"
         )
-    if taken is not None and backends.BACKENDS[taken].row.untried(call):
+    if taken is not None and implementations.BY_NAME[taken].row.untried(call):
         notes.append(f"{taken}: not yet run on hardware")
     return Explanation(call, taken, refusals, tuple(notes))
 
 
 def support_table() -> str:
     """The table of docs/support.md: what each implementation takes, in Markdown."""
-    return capability.table(backends.ROWS)
+    return capability.table(implementations.ROWS)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends
 from jattn import call as calls
+from jattn import implementations
 from jattn.call import arguments
 from tests.support import matrix, problems
 
@@ -447,7 +447,7 @@ def test_explain():
     assert jattn.explain(**structs) == why
 
 
-@pytest.mark.parametrize("row", backends.ROWS, ids=lambda row: row.implementation)
+@pytest.mark.parametrize("row", implementations.ROWS, ids=lambda row: row.implementation)
 def test_results_of_a_row_are_committed(row):
     """Results that stand for hardware are in a file that everyone can read."""
     folder = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -482,8 +482,8 @@ def test_support_table():
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines}
     assert cells["| options"] == ["core, value_dim", "all", "all", "all", "all |"]
     assert "sliding_window" in below
-    for name, backend in backends.BACKENDS.items():
-        assert f"- `{name}`: {backend.row.summary}. Needs" in " ".join(below.split())
+    for name, one in implementations.BY_NAME.items():
+        assert f"- `{name}`: {one.row.summary}. Needs" in " ".join(below.split())
 
 
 def test_wide_and_foreign_integers_are_never_cut():

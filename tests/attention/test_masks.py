@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
-from jattn import backends, reference, spec
 from jattn import call as calls
+from jattn import implementations, reference, spec
 from jattn.call import masks as mask_arguments
 from jattn.cpu.xla import masks, work_items
 from tests.support import budget, problems, promises, random_calls, wrong
@@ -465,8 +465,8 @@ def test_what_means_nothing_together(key):
 
 def test_kernels_that_do_not_claim_a_mask_refuse_it():
     batch = problems.build(problem("visible_end"))
-    assert "visible_end" in backends.BACKENDS["xla"].row.options
-    assert not set(calls.MASK_OPTIONS) & set(backends.BACKENDS["mosaic_gpu"].row.options)
+    assert "visible_end" in implementations.BY_NAME["xla"].row.options
+    assert not set(calls.MASK_OPTIONS) & set(implementations.BY_NAME["mosaic_gpu"].row.options)
     why = jattn.explain(
         batch.query, batch.key_cache, batch.value_cache, implementation="mosaic_gpu", **batch.kwargs
     )

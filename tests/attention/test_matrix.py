@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends, capability, formats
 from jattn import call as calls
+from jattn import capability, formats, implementations
 from tests.support import budget, matrix, problems, wrong
 
-ROWS = {row.implementation: row for row in backends.ROWS}
+ROWS = {row.implementation: row for row in implementations.ROWS}
 # The oracle is what the others are measured by: test_spec.py holds it to something else.
-KERNELS = [row for row in backends.ROWS if row.implementation != "reference"]
+KERNELS = [row for row in implementations.ROWS if row.implementation != "reference"]
 RUNS = [row for row in KERNELS if not row.missing()]
 REFUSES = [row for row in KERNELS if row.missing()]
 REPEATS = 3  # further runs of what a GPU computes, which must not differ in a bit

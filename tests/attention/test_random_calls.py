@@ -11,12 +11,14 @@ import os
 import numpy as np
 import pytest
 
-from jattn import backends
+from jattn import implementations
 from tests.support import budget, dense, problems, random_calls
 
 MANY = int(os.environ.get("JATTN_RANDOM_CALLS", "24"))
-ROWS = [row for row in backends.ROWS if not row.missing() and row.implementation != "reference"]
-ROW_OF = {row.implementation: row for row in backends.ROWS}
+ROWS = [
+    row for row in implementations.ROWS if not row.missing() and row.implementation != "reference"
+]
+ROW_OF = {row.implementation: row for row in implementations.ROWS}
 
 
 def check(

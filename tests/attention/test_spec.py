@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn import backends, spec
+from jattn import implementations, spec
 from tests.support import budget, dense, matrix, problems
 
-CASES = [case for case in matrix.default(backends.BACKENDS["xla"].row) if case.block_size < 500]
+CASES = [
+    case for case in matrix.default(implementations.BY_NAME["xla"].row) if case.block_size < 500
+]
 
 
 def sees(query: int, key: int, seq_len: int, causal: bool, window: int | None) -> bool:

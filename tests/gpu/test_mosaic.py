@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import backends, spec
+from jattn import implementations, spec
 from tests.support import budget, mosaic_cases, problems, promises, wrong
 
 if mosaic_cases.NEW_ENOUGH:
@@ -24,7 +24,7 @@ if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_decode_tiles
 
 pytestmark = mosaic_cases.needs_mosaic
-ROW = backends.BACKENDS["mosaic_gpu"].row
+ROW = implementations.BY_NAME["mosaic_gpu"].row
 
 EVERYTHING = frozenset(ROW.options) - {"not_causal"}
 CASES = {

@@ -23,7 +23,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import Case
-from jattn import backends, varying
+from jattn import implementations, varying
 from jattn.pallas import machine
 from tests.support import mosaic_cases
 
@@ -187,9 +187,9 @@ def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):
         tried = jattn.explain(query, keys, values, **given)
         assert tried.taken == "mosaic_gpu"
         assert "hardware" not in str(tried)
-        backend = backends.BACKENDS["mosaic_gpu"]
-        backend = dataclasses.replace(backend, row=dataclasses.replace(backend.row, results=None))
-        monkeypatch.setitem(backends.BACKENDS, "mosaic_gpu", backend)
+        kernels = implementations.BY_NAME["mosaic_gpu"]
+        kernels = dataclasses.replace(kernels, row=dataclasses.replace(kernels.row, results=None))
+        monkeypatch.setitem(implementations.BY_NAME, "mosaic_gpu", kernels)
         why = jattn.explain(query, keys, values, **given)
         assert why.taken != "mosaic_gpu"
         assert [r for r in why.refusals["mosaic_gpu"] if "not yet run on hardware" in r]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import backends, spec
+from jattn import implementations, spec
 from jattn.pallas import machine
 from tests.support import budget, mosaic_cases, problems, promises, wrong
 from tests.support.mosaic_cases import ALL, LSE
@@ -23,6 +23,7 @@ if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu.prefill import plan
     from jattn.pallas.mosaic_gpu.prefill import tiles as mosaic_prefill_tiles
     from jattn.pallas.mosaic_gpu.prefill import wide as mosaic_prefill_wide
+    from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
 pytestmark = mosaic_cases.needs_mosaic
 
@@ -352,28 +353,28 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
     )  # fmt: skip
     written = np.zeros(num_tokens, int)
     for tile in tiles:
-        rows = np.arange(tile[plan.Column.WRITE_START], tile[plan.Column.WRITE_END])
-        token = tile[plan.Column.TOKEN]
+        rows = np.arange(tile[Column.WRITE_START], tile[Column.WRITE_END])
+        token = tile[Column.TOKEN]
         assert token % plan.ALIGNMENT == 0
         assert 0 <= token <= num_tokens - tile_tokens
         written[token + rows] += 1
         if not len(rows) or token + rows[0] >= starts[-1]:
-            assert tile[plan.END] <= tile[plan.BASE]
+            assert tile[Column.END] <= tile[Column.BASE]
             continue
-        b = tile[plan.SEQUENCE]
+        b = tile[Column.SEQUENCE]
         assert starts[b] <= token + rows[0]
         assert token + rows[-1] < starts[b + 1]
         keys = np.arange(seq_lens[b])[None, :] if b < len(seq_lens) else np.zeros((1, 0), int)
-        queries = (tile[plan.POSITION] + rows)[:, None]
+        queries = (tile[Column.POSITION] + rows)[:, None]
         causal = bool(operands.is_causal[b]) if call.is_causal is None else call.is_causal
         window = operands.sliding_window
         sight = spec.Sight(causal, None if window is None else int(window))
         seen = spec.visible(queries, keys, keys.shape[1], sight)
-        inside = (keys >= tile[plan.BASE]) & (keys < tile[plan.END])
+        inside = (keys >= tile[Column.BASE]) & (keys < tile[Column.END])
         assert not (seen & ~inside).any()
-        clear = (keys >= tile[plan.CLEAR_START]) & (keys < tile[plan.CLEAR_END])
+        clear = (keys >= tile[Column.CLEAR_START]) & (keys < tile[Column.CLEAR_END])
         assert seen[np.broadcast_to(clear & inside, seen.shape)].all()
-        assert tile[plan.UNOWNED] >= tile[plan.END]
+        assert tile[Column.UNOWNED] >= tile[Column.END]
     np.testing.assert_array_equal(written[: call.num_tokens], 1)
 
 
@@ -529,7 +530,7 @@ def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
 )
 def test_what_prefill_does_not_take_is_refused_in_words(changes, reason):
     call, _ = problems.build(problem(**changes)).call()
-    row = backends.BACKENDS["mosaic_gpu"].row
+    row = implementations.BY_NAME["mosaic_gpu"].row
     assert any(reason in found for found in row.refuses(call))
     decode, _ = problems.build(problem(query_lens=(1,) * 5, seq_lens=(1,) * 5, **changes)).call()
     decode = dataclasses.replace(decode, max_query_len=1)

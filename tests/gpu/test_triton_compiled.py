@@ -28,7 +28,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import DRAFTED, EVERYTHING, Case, struct
-from jattn import backends, formats
+from jattn import formats, implementations
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import needs as triton_needs
@@ -449,7 +449,7 @@ def test_odd_block_sizes_go_to_xla():
 
 def test_versions_here_are_the_tested_ones():
     assert importlib.metadata.version("jax-triton") in triton_needs.TRITON
-    assert inspect.unwrap(backends.BACKENDS["triton"].run) is triton_launch.run
+    assert inspect.unwrap(implementations.BY_NAME["triton"].run) is triton_launch.run
 
 
 @pytest.mark.extended

@@ -9,7 +9,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from jattn import backends, device
+from jattn import device, implementations
 from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import machine
 from jattn.pallas.triton import needs as triton_needs
@@ -130,7 +130,7 @@ def test_keys_and_values_in_one_array_are_not_unpacked(monkeypatch, sm):
 
 def test_rows_keep_to_their_devices(monkeypatch):
     monkeypatch.setattr(device, "platform", lambda: "tpu")
-    for row in backends.ROWS:
+    for row in implementations.ROWS:
         words = f"it runs on {', '.join(row.devices)}, and this is tpu"
         assert (words in row.missing()) == (row.devices != ("any",)), row.implementation
 

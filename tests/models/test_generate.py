@@ -28,7 +28,7 @@ from examples.models import gemma4
 from examples.models.gemma4_config import Gemma4Config
 from examples.options import BUNDLED, CHECKPOINTS
 from examples.text import Subwords, load_tokenizer
-from jattn import backends
+from jattn import implementations
 
 ROOT = Path(__file__).resolve().parents[2]
 E2B, B31 = (CHECKPOINTS / name for name in BUNDLED)
@@ -379,7 +379,7 @@ def test_a_checkpoint_without_reference_or_tokenizer_says_so(tmp_path, capsys):
 
 
 def test_every_implementation_can_be_named():
-    for name in backends.BACKENDS:
+    for name in implementations.BY_NAME:
         arguments = ["--implementation", name]
         assert generate.options_parser().parse_args(arguments).implementation == name
 

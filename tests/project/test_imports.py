@@ -26,7 +26,7 @@ LEVELS = (
     {"blocks", "call"},
     {"metadata", "calibration", "capability", "testing"},
     {"reference", "cpu", "pallas"},
-    {"backends"},
+    {"implementations"},
     {"api", "cache", "export"},
     {"cascade", "sharding", "nnx"},
     {"integrations"},

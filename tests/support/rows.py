@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
-from jattn import backends, capability
+from jattn import capability, implementations
 
 
 @functools.cache
 def here(*, oracle: bool = False) -> tuple[capability.Row, ...]:
     """The rows that lack nothing on this machine; `oracle`: the reference too."""
-    rows = [row for row in backends.ROWS if not row.missing()]
+    rows = [row for row in implementations.ROWS if not row.missing()]
     return tuple(row for row in rows if oracle or row.implementation != "reference")
 
 
@@ -43,7 +43,7 @@ def is_of_fallback(callspec: Any) -> bool:
 @contextlib.contextmanager
 def automatic(row: capability.Row) -> Iterator[None]:
     """`implementation=None` takes `row`; a call that it refuses skips the test and says why."""
-    names, choose = backends.names, backends.choose
+    names, choose = implementations.names, implementations.choose
 
     def only(implementation):
         return names(row.implementation if implementation is None else implementation)
@@ -57,7 +57,7 @@ def automatic(row: capability.Row) -> Iterator[None]:
             raise
 
     with (
-        mock.patch.object(backends, "names", only),
-        mock.patch.object(backends, "choose", choose_or_skip),
+        mock.patch.object(implementations, "names", only),
+        mock.patch.object(implementations, "choose", choose_or_skip),
     ):
         yield

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 import jattn
-from jattn import backends, checks
+from jattn import checks, implementations
 from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
@@ -46,8 +46,8 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
     with checks.checking("jattn.integrations.transformers.register") as problems:
         positive = isinstance(block_size, int) and block_size > 0
         problems.expect(positive, "block_size", block_size, "a number of tokens above 0")
-        known = implementation is None or implementation in backends.BACKENDS
-        names = ", ".join(backends.BACKENDS)
+        known = implementation is None or implementation in implementations.BY_NAME
+        names = ", ".join(implementations.BY_NAME)
         problems.expect(known, "implementation", implementation, f"None or one of {names}")
         problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
     AttentionInterface.register(name, Attention(block_size, implementation, kv_layout))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import backends
+from jattn import implementations
 from jattn.cpu.native import library
 from tests.support import budget, problems, promises, random_calls
 from tests.support.native import writing as native_writing
@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
-    row = backends.BACKENDS["native"].row
+    row = implementations.BY_NAME["native"].row
     assert not row.missing(), row.missing()
     for query, format in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
         check(LONG.replace(query_dtype=query, format=format))

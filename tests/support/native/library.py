@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from jattn import backends
+from jattn import implementations
 from jattn.cpu.native import library
 
-REASONS = backends.BACKENDS["native"].row.missing()
+REASONS = implementations.BY_NAME["native"].row.missing()
 needed = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
 
 

@@ -27,7 +27,7 @@ REFERENCE_ROW = dataclasses.replace(
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
+class Implementation:
     """A row and its function, `run(call, operands) -> (out, lse)`."""
 
     row: capability.Row
@@ -46,17 +46,17 @@ def _transformed(run: calls.Run) -> calls.Run:
     return gradient.differentiable(transforms.of(run))
 
 
-BACKENDS: dict[str, Backend] = {
-    backend.row.implementation: backend
-    for backend in (
-        Backend(gpu_rows.MOSAIC_GPU, _transformed(_mosaic_gpu)),
-        Backend(gpu_rows.TRITON, _transformed(triton_launch.run)),
-        Backend(cpu_rows.NATIVE, native.run),
-        Backend(cpu_rows.XLA, xla.run),
-        Backend(REFERENCE_ROW, reference.run),
+BY_NAME: dict[str, Implementation] = {
+    one.row.implementation: one
+    for one in (
+        Implementation(gpu_rows.MOSAIC_GPU, _transformed(_mosaic_gpu)),
+        Implementation(gpu_rows.TRITON, _transformed(triton_launch.run)),
+        Implementation(cpu_rows.NATIVE, native.run),
+        Implementation(cpu_rows.XLA, xla.run),
+        Implementation(REFERENCE_ROW, reference.run),
     )
 }
-ROWS = tuple(backend.row for backend in BACKENDS.values())
+ROWS = tuple(one.row for one in BY_NAME.values())
 
 
 def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
       ValueError: an unknown name.
     """
     if implementation is None:
-        return tuple(name for name, backend in BACKENDS.items() if backend.row.automatic)
+        return tuple(name for name, one in BY_NAME.items() if one.row.automatic)
     wanted: tuple[str, ...] = ()
     if isinstance(implementation, str):
         wanted = (implementation,)
@@ -74,10 +74,10 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
         wanted = tuple(implementation)
     with checks.checking("paged_attention") as problems:
         problems.require(
-            bool(wanted) and all(isinstance(name, str) and name in BACKENDS for name in wanted),
+            bool(wanted) and all(isinstance(name, str) and name in BY_NAME for name in wanted),
             "implementation",
             repr(implementation),
-            f"None, one of {tuple(BACKENDS)}, or a sequence of them",
+            f"None, one of {tuple(BY_NAME)}, or a sequence of them",
         )
     return wanted
 
@@ -91,11 +91,11 @@ def refusals(
       ValueError: an unknown name.
     """
     for name in names(implementation):
-        row = BACKENDS[name].row
+        row = BY_NAME[name].row
         yield name, row.automatic_refusals(call) if implementation is None else row.refusals(call)
 
 
-def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Backend:
+def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Implementation:
     """The first of the wanted implementations that can run `call`.
 
     Raises:
@@ -105,7 +105,7 @@ def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Back
     refused = {}
     for name, reasons in refusals(call, implementation):
         if not reasons:
-            return BACKENDS[name]
+            return BY_NAME[name]
         refused[name] = reasons
     lines = "".join(f"\n  - {name}: {'; '.join(why)}" for name, why in refused.items())
     raise capability.UnsupportedError(
