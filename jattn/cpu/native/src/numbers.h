@@ -413,10 +413,13 @@ inline float query_row(const Problem& p, const Split& split, int r, float sign, 
     case Format::bf16: signed_numbers<Format::bf16>(from, p.D, sign, line); break;
     default: signed_numbers<Format::f16>(from, p.D, sign, line);
   }
-  double total = 0;
-  if (p.key.zero)
-    for (int64_t d = 0; d < p.D; ++d) total += line[d];
-  return float(total);
+  if (!p.key.zero) return 0;
+  double total[W] = {};  // in as many parts, which are added up at once
+  for (int64_t d = 0; d + W <= p.D; d += W)
+    for (int i = 0; i < W; ++i) total[i] += line[d + i];
+  for (int64_t d = p.D - p.D % W; d < p.D; ++d) total[0] += line[d];
+  for (int i = 1; i < W; ++i) total[0] += total[i];
+  return float(total[0]);
 }
 
 }  // namespace
