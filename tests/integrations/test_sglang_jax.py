@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -208,15 +209,48 @@ def test_latents_and_experts_are_those_of_transformers(tmp_path, devices, page_s
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
     rope["type"] = rope.pop("rope_type")
     (folder / "config.json").write_text(json.dumps(config))
+    check_bundled(folder, devices, page_size=page_size, tp_size=devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_head_sizes_are_those_of_transformers(tmp_path, devices):
+    """A bundled Gemma 4, with windows and heads of their own size on some layers."""
+    folder = bundled(tmp_path, "gemma4-31b-tiny")
+    check_bundled(folder, devices, page_size=16, tp_size=devices)
+
+
+def test_layers_that_the_host_would_leave_out_are_refused(tmp_path):
+    folder = bundled(tmp_path, "gemma4-e2b-tiny")
+    with start(str(folder), page_size=16) as process:
+        out, errors = process.communicate(timeout=300)
+    assert "RESULT" not in out
+    assert "--model-path: a model with num_kv_shared_layers=" in errors
+    assert "hidden_size_per_layer_input=" in errors
+
+
+def bundled(tmp_path, name: str) -> pathlib.Path:
+    """A checkpoint of a Gemma 4 of text, as the published ones have their configuration."""
+    folder = tmp_path / name
+    shutil.copytree(processes.ROOT / "examples/checkpoints" / name, folder)
+    text = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float32"}
+    full = next(iter(text.pop("per_layer_config", {}).values()), {})
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    text |= {name: full.get(field, text[field]) for field, name in names.items()}
+    whole = {name: text[name] for name in ("tie_word_embeddings", "torch_dtype", "vocab_size")}
+    whole |= {"model_type": "gemma4", "architectures": ["Gemma4ForCausalLM"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def check_bundled(folder: pathlib.Path, devices: int, **engine: object) -> None:
+    """Tokens and log-probabilities are those that transformers wrote next to the checkpoint."""
     with np.load(folder / "reference.npz") as file:
         lens, padded, tokens, logits = (
             file[name] for name in ("prompt_lens", "prompts", "tokens", "logits")
         )
     given = [row[:length].tolist() for row, length in zip(padded, lens, strict=True)]
     count = tokens.shape[1]
-    found = run(
-        str(folder), devices, given, count, page_size=page_size, tp_size=devices, context_length=256
-    )
+    found = run(str(folder), devices, given, count, context_length=256, **engine)
     assert [row for row, _ in found] == tokens.tolist()
     want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     want = np.take_along_axis(want, tokens[..., None], -1)[..., 0]
