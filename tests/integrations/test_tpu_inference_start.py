@@ -356,6 +356,10 @@ REFUSED = {
         {"use_mla": True, "block_size": 48},
         "--block-size: 48, but must be a multiple of 32 (MLA_KV_PACKING_SIZE) for a model with MLA",
     ),
+    "layers that skip a prompt": (
+        {"kv_sharing_fast_prefill": True},
+        "--kv-sharing-fast-prefill: given, but must be left out",
+    ),
     "logits": (
         {"logprobs_mode": "raw_logits"},
         "--logprobs-mode: raw_logits, but must be one of raw_logprobs, processed_logprobs",

@@ -341,6 +341,7 @@ def config(**changes: object) -> SimpleNamespace:
         "model_dp_size": 1,
         "total_dp_size": 1,
         "block_size": 32,
+        "kv_sharing_fast_prefill": False,
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": 20,
         "tp_size": 1,

@@ -314,6 +314,12 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         "left out: the host never calls them",
     )
     problems.require(
+        not config.cache_config.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill",
+        "given",
+        "left out: the host makes no metadata for layers that skip a prompt, and ends",
+    )
+    problems.require(
         model.logprobs_mode in LOGPROBS,
         "--logprobs-mode",
         str(model.logprobs_mode),

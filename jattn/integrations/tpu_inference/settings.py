@@ -47,6 +47,7 @@ class CacheConfig(Protocol):
     block_size: int
     cache_dtype: str
     kv_cache_dtype_skip_layers: Sequence[str]
+    kv_sharing_fast_prefill: bool
 
 
 class SchedulerConfig(Protocol):
