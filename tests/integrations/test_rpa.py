@@ -256,6 +256,17 @@ def test_pages_with_heads_first():
                                          np.maximum(tables, 0), full, **cap))  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+def test_pages_of_integers_without_scales_are_refused(dtype):
+    pages, lens = jnp.zeros((4, 16, 4, 128), dtype), jnp.asarray([3, 1], jnp.int32)
+    starts = jnp.asarray([0, 1, 2], jnp.int32)
+    with pytest.raises(ValueError, match=r"kv_pages: int.* but must be floats"):
+        rpa.tpu_ragged_paged_attention(
+            *(jnp.ones((4, 4, 128)), pages, lens, jnp.zeros((2, 2), jnp.int32), starts),
+            jnp.asarray([2], jnp.int32),
+        )
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2", "QuantizedTensor"])
 def test_pages_with_scales(kind):
     query, keys, values, tables, lens, want = decode_problem(64)

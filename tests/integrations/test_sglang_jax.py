@@ -8,11 +8,14 @@ Needs the host, in an environment of its own with Python 3.12 or 3.13, and minut
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -206,15 +209,48 @@ def test_latents_and_experts_are_those_of_transformers(tmp_path, devices, page_s
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
     rope["type"] = rope.pop("rope_type")
     (folder / "config.json").write_text(json.dumps(config))
+    check_bundled(folder, devices, page_size=page_size, tp_size=devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_head_sizes_are_those_of_transformers(tmp_path, devices):
+    """A bundled Gemma 4, with windows and heads of their own size on some layers."""
+    folder = bundled(tmp_path, "gemma4-31b-tiny")
+    check_bundled(folder, devices, page_size=16, tp_size=devices)
+
+
+def test_layers_that_the_host_would_leave_out_are_refused(tmp_path):
+    folder = bundled(tmp_path, "gemma4-e2b-tiny")
+    with start(str(folder), page_size=16) as process:
+        out, errors = process.communicate(timeout=300)
+    assert "RESULT" not in out
+    assert "--model-path: a model with num_kv_shared_layers=" in errors
+    assert "hidden_size_per_layer_input=" in errors
+
+
+def bundled(tmp_path, name: str) -> pathlib.Path:
+    """A checkpoint of a Gemma 4 of text, as the published ones have their configuration."""
+    folder = tmp_path / name
+    shutil.copytree(processes.ROOT / "examples/checkpoints" / name, folder)
+    text = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float32"}
+    full = next(iter(text.pop("per_layer_config", {}).values()), {})
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    text |= {name: full.get(field, text[field]) for field, name in names.items()}
+    whole = {name: text[name] for name in ("tie_word_embeddings", "torch_dtype", "vocab_size")}
+    whole |= {"model_type": "gemma4", "architectures": ["Gemma4ForCausalLM"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def check_bundled(folder: pathlib.Path, devices: int, **engine: object) -> None:
+    """Tokens and log-probabilities are those that transformers wrote next to the checkpoint."""
     with np.load(folder / "reference.npz") as file:
         lens, padded, tokens, logits = (
             file[name] for name in ("prompt_lens", "prompts", "tokens", "logits")
         )
     given = [row[:length].tolist() for row, length in zip(padded, lens, strict=True)]
     count = tokens.shape[1]
-    found = run(
-        str(folder), devices, given, count, page_size=page_size, tp_size=devices, context_length=256
-    )
+    found = run(str(folder), devices, given, count, context_length=256, **engine)
     assert [row for row, _ in found] == tokens.tolist()
     want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     want = np.take_along_axis(want, tokens[..., None], -1)[..., 0]
@@ -475,6 +511,53 @@ def test_the_server_takes_tokens(qwen3, tmp_path):
     assert [one["output_ids"] for one in found] == qwen3.tokens
 
 
+def ask(address: str, **fields: object) -> tuple[int, dict]:
+    """The status and body of a server's answer to a request, greedy unless told otherwise.
+
+    Fields are those of sampling, but for log-probabilities and hidden states.
+    """
+    given = {"input_ids": fields.pop("input_ids", prompts()[0])}
+    given |= {name: fields.pop(name) for name in list(fields) if name.startswith("return_")}
+    sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True, **fields}
+    body = json.dumps({**given, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(
+        f"{address}/generate", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+LONG, SHORT = "[ab]{9}c", "[xyz]{3}"
+WRONG = {"regex": "(", "json_schema": '{"type": "nothing"}', "ebnf": "start: ["}
+
+
+def test_grammars_hold_for_their_own_requests(tmp_path):
+    """Several requests with one grammar, others next to them, and grammars that are none."""
+    config = {**numpy_model.QWEN3, "vocab_size": 320}
+    judge = judged(tmp_path, config)
+    numpy_model.save_letters(judge.folder)
+    fields = [{"regex": LONG}, {}, {"regex": SHORT}, {"regex": LONG}, {"regex": LONG}, {}]
+    fields += [{"regex": SHORT}, {"regex": LONG}]
+    with (
+        server(judge.folder, tmp_path, "--page-size", "16") as address,
+        concurrent.futures.ThreadPoolExecutor(len(fields)) as threads,
+    ):
+        for _ in range(3):
+            for name, grammar in WRONG.items():
+                status, answer = ask(address, **{name: grammar})
+                assert (status, "nvalid grammar" in str(answer)) == (400, True), answer
+            found = list(threads.map(lambda one: ask(address, ignore_eos=not one, **one), fields))
+            for given, (status, answer) in zip(fields, found, strict=True):
+                assert status == 200, answer
+                if given:
+                    assert re.fullmatch(given["regex"], answer["text"]), answer
+                else:
+                    assert answer["output_ids"] == judge.tokens[0], answer
+
+
 def test_requests_that_the_host_would_not_follow_are_refused_alone(tmp_path):
     """HTTP 400 each; log-probabilities of drafts would end the scheduler."""
     folders = [tmp_path / name for name in ("target", "draft")]
@@ -484,20 +567,6 @@ def test_requests_that_the_host_would_not_follow_are_refused_alone(tmp_path):
     chains = {"algorithm": "EAGLE3", "draft-model-path": str(folders[1]), "eagle-topk": "1"}
     chains |= {"num-draft-tokens": "4", "num-steps": "3"}
     flags = [word for name, x in chains.items() for word in (f"--speculative-{name}", x)]
-    sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True}
-
-    def ask(**fields: object) -> tuple[int, dict]:
-        changes = {name: fields.pop(name) for name in list(fields) if name != "return_logprob"}
-        given = {"input_ids": prompts()[0], "sampling_params": {**sampling, **changes}, **fields}
-        request = urllib.request.Request(
-            f"{address}/generate", json.dumps(given).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
     with server(
         judge.folder, tmp_path, "--skip-tokenizer-init", "--page-size", "16", *flags
     ) as address:
@@ -506,10 +575,15 @@ def test_requests_that_the_host_would_not_follow_are_refused_alone(tmp_path):
             {"logit_bias": {"5": 2.0}},
             {"repetition_penalty": 1.5},
             {"min_p": 0.5, "temperature": 1.0},
+            {"sampling_seed": 7, "temperature": 1.0},
+            {"frequency_penalty": 1.0},
+            {"presence_penalty": 1.0},
+            {"min_new_tokens": 3},
+            {"regex": LONG},
         ):
-            status, answer = ask(**fields)
+            status, answer = ask(address, **fields)
             assert (status, next(iter(fields)) in str(answer)) == (400, True), answer
-            status, answer = ask()
+            status, answer = ask(address)
             assert status == 200
             assert answer["output_ids"][:COUNT] == judge.tokens[0]
 
@@ -540,6 +614,14 @@ def test_the_server_answers_openais_client(gemma2, tmp_path):
             )
             assert answer.usage.prompt_tokens == len(prompt)
             assert [int(word) for word in answer.choices[0].text.split()] == tokens
+        given = {"model": gemma2.folder, "prompt": prompts()[0], "max_tokens": COUNT}
+        for more, word in (
+            ({"seed": 7}, "sampling_seed"),
+            ({"extra_body": {"return_hidden_states": True}}, "return_hidden_states"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=word):
+                client.completions.create(**given, **more)
+        client.completions.create(**given, seed=7, temperature=0)
 
 
 def test_two_devices_have_requests_of_their_own(qwen3):

@@ -19,6 +19,61 @@ from jattn.integrations import sglang_jax
 from tests.support.processes import ROOT
 
 
+class Serving:
+    """What answers clients of OpenAI's."""
+
+    def _validate_request(self, request):
+        return None
+
+    def _build_sampling_params(self, request):
+        return {}
+
+
+class Grammar:
+    """The state of one grammar, whose next token is the one it is named after."""
+
+    def __init__(self, token):
+        self.token, self.finished, self.bitmask = token, False, None
+
+    def is_terminated(self):
+        return False
+
+    def copy(self):
+        return Grammar(self.token)
+
+    def allocate_vocab_mask(self, count):
+        if self.bitmask is None:
+            self.bitmask = np.zeros((count, 1), np.int32)
+        return self.bitmask
+
+
+class Grammars:
+    """What compiles grammars, and keeps them."""
+
+    def __init__(self):
+        self.cache, self.compiled = {}, []
+
+    def _dispatch(self, kind, text):
+        self.compiled.append((kind, text))
+        return Grammar(int(text))
+
+
+class SamplingInfo:
+    """The rows of a step, some of which have grammars."""
+
+    def __init__(self, grammars, count):
+        self.grammars, self.count, self.vocab_mask = grammars, count, None
+
+    def update_grammar_vocab_mask(self):
+        first = next((one for one in self.grammars or () if one), None)
+        if first is None:
+            return
+        self.vocab_mask = first.allocate_vocab_mask(self.count)
+        for row, one in enumerate(self.grammars):
+            if one and not one.finished:
+                self.vocab_mask[row] = 1 << one.token
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of sglang-jax as far as jattn knows them."""
@@ -34,15 +89,19 @@ def host(monkeypatch):
             self.req_to_token_pool = changes.pop("req_to_token_pool", None)
             self.model_config = SimpleNamespace(
                 context_len=changes.pop("context_len", 128),
+                dtype=changes.pop("dtype", "bfloat16"),
                 hf_config=hf_config,
+                hf_text_config=SimpleNamespace(**changes.pop("hf_text_config", {})),
                 moe_backend=changes.pop("effective_moe_backend", "epmoe"),
                 quantization_config=changes.pop("quantization_config", None),
             )
             values = {
                 "attention_backend": "fa",
                 "device": "cpu",
+                "enable_deterministic_sampling": False,
                 "gdn_prefill_impl": "fused_chunk_parallel",
                 "is_embedding": False,
+                "kv_cache_dtype": "auto",
                 "moe_backend": "epmoe",
                 "multimodal": False,
                 "quantization_config_path": None,
@@ -66,6 +125,7 @@ def host(monkeypatch):
     class ServerArgs:
         def __init__(self, **changes):
             values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
+            values |= {"dp_size": 1, "enable_deterministic_sampling": False}
             vars(self).update({**values, **changes})
             self.__post_init__()
 
@@ -104,12 +164,28 @@ def host(monkeypatch):
     linear.kda_backend, linear.lightning_backend = kda, lightning
     memory_pool = types.ModuleType("memory_pool")
     engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
+    grammar, constrained = types.ModuleType("base"), types.ModuleType("constrained")
+    constrained.base_grammar_backend, grammar.INVALID_GRAMMAR_OBJ = grammar, object()
+    grammar.BaseGrammarBackend = type("BaseGrammarBackend", (Grammars,), {})
+    serving_class = type("OpenAIServingBase", (Serving,), {})
+    openai, serving = "sgl_jax.srt.entrypoints.openai", {}
+    for part, name in (("base", "Base"), ("chat", "Chat"), ("completions", "Completion")):
+        serving[f"{openai}.serving_{part}"] = module = types.ModuleType(part)
+        of_part = type(f"OpenAIServing{name}", (serving_class,), {})
+        setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
+    batch = types.ModuleType("schedule_batch")
+    batch.ModelWorkerSamplingInfo = type("ModelWorkerSamplingInfo", (SamplingInfo,), {})
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
         "sgl_jax.srt": types.ModuleType("srt"),
+        "sgl_jax.srt.constrained": constrained,
+        "sgl_jax.srt.constrained.base_grammar_backend": grammar,
         "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
         "sgl_jax.srt.entrypoints.engine": engine,
+        openai: types.ModuleType("openai"),
+        **serving,
         "sgl_jax.srt.managers": types.ModuleType("managers"),
+        "sgl_jax.srt.managers.schedule_batch": batch,
         "sgl_jax.srt.managers.scheduler": scheduler,
         "sgl_jax.srt.managers.tokenizer_manager": types.ModuleType("tokenizer_manager"),
         "sgl_jax.srt.server_args": types.ModuleType("server_args"),
@@ -136,6 +212,7 @@ def host(monkeypatch):
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
+    found.grammar, found.batch, found.Serving = grammar, batch, of_part
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
     found.ServerArgs, found.TokenizerManager = ServerArgs, TokenizerManager
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
@@ -167,6 +244,38 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     assert host.lightning.simple_gla_fwd is sglang_jax.recurrent.simple_gla_fwd
     decode = sglang_jax.recurrent.decode_simple_gla_fused
     assert host.lightning.decode_simple_gla_fused is decode
+
+
+def test_every_request_has_a_grammar_of_its_own(host):
+    """It is compiled once, and copied; what is no grammar is told apart, and not compiled again."""
+    sglang_jax.install()
+    backend = host.grammar.BaseGrammarBackend()
+    found = [backend.get_cached_or_future_value(("regex", "5")) for _ in range(3)]
+    assert [(one.token, ready) for one, ready in found] == [(5, True)] * 3
+    assert len({id(one) for one, _ in found}) == 3
+    for _ in range(2):
+        invalid = backend.get_cached_or_future_value(("regex", "("))
+        assert invalid == (host.grammar.INVALID_GRAMMAR_OBJ, True)
+    assert backend.compiled == [("regex", "5"), ("regex", "(")]
+
+
+def test_requests_without_a_grammar_may_have_any_token(host):
+    """So may rows of padding, and those whose grammar has ended; a row goes to another request."""
+    sglang_jax.install()
+    make = host.batch.ModelWorkerSamplingInfo
+    first, second, ended = Grammar(3), Grammar(4), Grammar(5)
+    ended.finished = True
+    masks = []
+    for grammars in ([None, first, second], [first, ended]):
+        info = make(grammars, 4)
+        info.update_grammar_vocab_mask()
+        masks.append(info.vocab_mask)
+    assert masks[0][:, 0].tolist() == [-1, 8, 16, -1]
+    assert masks[1][:, 0].tolist() == [8, -1, -1, -1]
+    for grammars in (None, [None]):
+        info = make(grammars, 4)
+        info.update_grammar_vocab_mask()
+        assert info.vocab_mask is None
 
 
 def test_what_the_host_goes_on_to_change_is_copied(host):
@@ -216,7 +325,7 @@ def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes)
 def test_drafts_come_on_top_of_the_longest_sequence(host, monkeypatch):
     monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
     sglang_jax.install()
-    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    drafts = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
     assert host.ModelRunner(context_len=32, **drafts)._get_attention_backend()() == 36
 
 
@@ -224,7 +333,7 @@ def test_drafts_follow_the_served_models_sequences(host, monkeypatch):
     """A model that drafts may say that its own are shorter; the host makes none of them so."""
     monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
     sglang_jax.install()
-    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    drafts = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
     pool = SimpleNamespace(max_context_len=68)
     runner = host.ModelRunner(context_len=32, req_to_token_pool=pool, **drafts)
     assert runner._get_attention_backend()() == 72
@@ -242,6 +351,20 @@ def test_windows_of_drafted_blocks_are_refused(host, monkeypatch):
         runner._get_attention_backend()
     monkeypatch.delenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW")
     runner._get_attention_backend()
+
+
+def test_drafts_without_the_hosts_fused_step_are_refused(host, monkeypatch):
+    sglang_jax.install()
+    runner = host.ModelRunner(speculative_algorithm="EAGLE3", speculative_eagle_topk=1)
+    runner._get_attention_backend()
+    monkeypatch.setenv(sglang_jax.refusals.RECURRENT, "1")
+    with pytest.raises(ValueError, match=f"{sglang_jax.refusals.RECURRENT}: 1, but must be 0"):
+        runner._get_attention_backend()
+
+
+def test_pages_of_latents_in_float32_may_be_odd(host):
+    sglang_jax.install()
+    host.ModelRunner(use_mla_backend=True, page_size=3, dtype="float32")._get_attention_backend()
 
 
 def test_the_schedulers_process_has_it_too(host):
@@ -262,23 +385,55 @@ REFUSED = {
     "backend": ({"attention_backend": "native"}, "--attention-backend: native, but must be fa"),
     "latents": (
         {"use_mla_backend": True, "page_size": 1},
+        "--page-size: 1, but must be even for a model with MLA",
+    ),
+    "latents in pages that are padded": (
+        {"use_mla_backend": True, "page_size": 3},
+        "--page-size: 3, but must be even for a model with MLA",
+    ),
+    "narrow latents in pages that are padded": (
+        {"use_mla_backend": True, "page_size": 3, "dtype": "float32", "kv_cache_dtype": "bf16"},
+        "--page-size: 3, but must be even for a model with MLA",
+    ),
+    "wide latents": (
+        {"use_mla_backend": True, "page_size": 1, "dtype": "float32"},
         "--page-size: 1, but must be at least 2 for a model with MLA",
+    ),
+    "layers that share keys and values": (
+        {"hf_text_config": {"num_kv_shared_layers": 20}},
+        "--model-path: a model with num_kv_shared_layers=20, but must be one without (Gemma 4 26B",
+    ),
+    "embeddings per layer": (
+        {"hf_text_config": {"hidden_size_per_layer_input": 256}},
+        "--model-path: a model with hidden_size_per_layer_input=256, but must be one without",
+    ),
+    "drafts of MiMo": (
+        {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: NEXTN, but must be EAGLE3",
+    ),
+    "seeds of drafts": (
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_eagle_topk": 1,
+            "enable_deterministic_sampling": True,
+        },
+        "--enable-deterministic-sampling: given, but must be left out with --speculative-algorithm",
     ),
     "trees of drafts": (
         {"speculative_algorithm": "EAGLE3"},
         "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
     ),
     "drafts of latents": (
-        {"use_mla_backend": True, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+        {"use_mla_backend": True, "speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: EAGLE3, but must be left out: the host verifies no drafts",
     ),
     "drafts of recurrences": (
         {
             "linear_recurrent_config": {},
-            "speculative_algorithm": "NEXTN",
+            "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
         },
-        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+        "--speculative-algorithm: EAGLE3, but must be left out: the host verifies no drafts",
     ),
     "the host's own number of drafts": (
         {
@@ -291,7 +446,7 @@ REFUSED = {
     ),
     "single drafts": (
         {
-            "speculative_algorithm": "NEXTN",
+            "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 2,
             "speculative_num_steps": 1,
@@ -388,18 +543,47 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
         "repetition_penalty: 1.1, but must be 1: the host ignores it",
     ),
     "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host draws tokens"),
+    "a seed": (
+        {"sampling_seed": 7}, {},
+        "sampling_seed (seed): 7, but must be left out, or --enable-deterministic-sampling given",
+    ),
+    "frequency, with drafts": (
+        {"frequency_penalty": 0.5}, DRAFTS,
+        "frequency_penalty: 0.5, but must be 0 with --speculative-algorithm EAGLE3",
+    ),
+    "presence, with drafts": (
+        {"presence_penalty": -0.5}, DRAFTS, "presence_penalty: -0.5, but must be 0 with",
+    ),
+    "an answer of some length, with drafts": (
+        {"min_new_tokens": 3}, DRAFTS, "min_new_tokens: 3, but must be 0 with",
+    ),
+    **{
+        f"{name} with drafts": (
+            {name: "x"}, DRAFTS,
+            f"{name}: given, but must be left out with --speculative-algorithm EAGLE3",
+        )
+        for name in sglang_jax.requests.GRAMMARS
+    },
+    "a grammar on one device of several": (
+        {"regex": "x"}, {"dp_size": 2}, "regex: given, but must be left out with --dp-size over 1",
+    ),
 }  # fmt: skip
 TAKEN = {
     "log-probabilities": ({"return_logprob": True}, {}),
     "drafts": ({}, DRAFTS),
     "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
-    "the likeliest token": ({"min_p": 0.1, "top_k": 1}, {}),
+    "the likeliest token": ({"min_p": 0.1, "top_k": 1, "sampling_seed": 7}, {}),
+    "a seed": ({"sampling_seed": 7}, {"enable_deterministic_sampling": True}),
+    "a grammar": ({"regex": "x"}, {}),
+    "penalties": ({"frequency_penalty": 0.5, "presence_penalty": 1.0, "min_new_tokens": 3}, {}),
 }
 
 
 def ask(host, fields: dict, settings: dict) -> object:
     """What the host makes of a request."""
     params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
+    params |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
+    params |= dict.fromkeys((*sglang_jax.requests.GRAMMARS, "sampling_seed"))
     params |= {name: value for name, value in fields.items() if name in params}
     request = {"return_logprob": False, "return_output_logprob_only": False}
     request |= {name: value for name, value in fields.items() if name in request}
@@ -422,6 +606,22 @@ def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
 def test_a_request_next_to_a_refused_one_is_taken(host, name):
     sglang_jax.install()
     ask(host, *TAKEN[name])
+
+
+def test_seeds_of_openais_clients_reach_the_host(host):
+    sglang_jax.install()
+    serving = host.Serving()
+    assert serving._build_sampling_params(SimpleNamespace(seed=7)) == {"sampling_seed": 7}
+    assert serving._build_sampling_params(SimpleNamespace(seed=None)) == {}
+
+
+def test_hidden_states_are_refused(host):
+    sglang_jax.install()
+    serving = host.Serving()
+    said = serving._validate_request(SimpleNamespace(return_hidden_states=True))
+    assert said.startswith("return_hidden_states: true, but must be left out")
+    assert serving._validate_request(SimpleNamespace(return_hidden_states=False)) is None
+    assert serving._validate_request(SimpleNamespace()) is None
 
 
 def test_quantized_dense_layers_are_not_fused(host):

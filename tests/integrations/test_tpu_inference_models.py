@@ -250,6 +250,42 @@ def test_the_highest_scores_are_the_hosts_own_choice(host):
     np.testing.assert_allclose(scaled, 2 * weights, rtol=1e-6)
 
 
+@pytest.mark.parametrize("case", ["groups", "bias", "ids", "plain"])
+def test_requests_are_told_the_experts_that_they_had(host, case):
+    """The host noted those with the highest scores, of this layer after another."""
+    grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+    layer = experts_layer(**(grouped if case == "groups" else {}))
+    bias = jnp.asarray(np.tile([0.9, -0.2, -0.9], 4), jnp.float32) if case == "bias" else None
+    given = jnp.tile(jnp.asarray([7, 2, 5]), (9, 1)) if case == "ids" else None
+    tpu_inference.register()
+    host.told["jattn"]["attention"]()
+    moe = sys.modules["tpu_inference.layers.vllm.interface.moe"]
+    rng = np.random.default_rng(7)
+    rows, logits = (jnp.asarray(rng.normal(size=(9, n)), jnp.float32) for n in (4, 12))
+    extra = {"e_score_correction_bias": bias, "hash_based_topk_indices": given}
+    extra = {name: x for name, x in extra.items() if x is not None}
+    plain = jax.lax.top_k(logits, 3)[1]
+
+    def apply():
+        return moe.moe_apply(
+            layer=layer, x=rows, gating_output=logits, weights=None, moe_backend=None, mesh=None,
+            extra_backend_kwargs=extra,
+        )[2]  # fmt: skip
+
+    apply()  # where there is no step
+    host.noted = []
+    apply()
+    assert host.noted == []
+    host.noted = ["another layer's", plain]
+    ids = apply()
+    assert host.noted[0] == "another layer's"
+    if case == "bias":  # the stand-in leaves a bias out, and the host does not
+        scores = jax.nn.sigmoid(logits)
+        ids = jax.lax.top_k(scores + bias[None], 3)[1]
+    np.testing.assert_array_equal(host.noted[1], ids)
+    assert np.array_equal(ids, plain) == (case == "plain")
+
+
 def test_rules_that_the_host_cannot_follow_are_refused_by_name(host, monkeypatch):
     tpu_inference.register()
     host.told["jattn"]["attention"]()

@@ -30,6 +30,9 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
         "prompt_logprobs: 2, but must be left out for a model of more than text",
     ),
     "log-probabilities of no tokens": ({"logprobs": 0}, {}, "logprobs: 0, but must be at least 1"),
+    "log-probabilities of all tokens": (
+        {"logprobs": -1}, {}, "logprobs: -1, but must be at least 1",
+    ),
     "those of some tokens": (
         {"logprob_token_ids": [5, 6]}, {},
         "logprob_token_ids: list [5, 6], but must be left out",
@@ -67,6 +70,7 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
 SERVED = {
     "nothing": ({}, DRAFTS),
     "log-probabilities": ({"logprobs": 1, "prompt_logprobs": 1}, {}),
+    "those of the prompt, of all tokens": ({"prompt_logprobs": -1}, {}),
     "those of an answer, with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
     "what changes nothing": ({"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {}),
     "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),

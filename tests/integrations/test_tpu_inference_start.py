@@ -344,8 +344,37 @@ REFUSED = {
         "--data-parallel-size: 2, but must be 1 on a cpu",
     ),
     "data, one process": (
-        {"total_dp_size": 2},
+        {"model_dp_size": 2, "total_dp_size": 2},
         "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "data of attention": (
+        {"total_dp_size": 4},
+        "enable_dp_attention of --additional_config: true, with 4 devices that attend to requests "
+        "of their own, but must be left out, or with fewer devices, on a cpu",
+    ),
+    "latents in pages that are padded": (
+        {"use_mla": True, "block_size": 48},
+        "--block-size: 48, but must be a multiple of 32 (MLA_KV_PACKING_SIZE) for a model with MLA",
+    ),
+    "layers that skip a prompt": (
+        {"kv_sharing_fast_prefill": True},
+        "--kv-sharing-fast-prefill: given, but must be left out",
+    ),
+    "logits": (
+        {"logprobs_mode": "raw_logits"},
+        "--logprobs-mode: raw_logits, but must be one of raw_logprobs, processed_logprobs",
+    ),
+    "processed logits": (
+        {"logprobs_mode": "processed_logits"},
+        "--logprobs-mode: processed_logits, but must be one of raw_logprobs, processed_logprobs",
+    ),
+    "log-probabilities of all tokens": (
+        {"max_logprobs": -1},
+        "--max-logprobs: -1, but must be from 0 to 128, the model's vocabulary",
+    ),
+    "log-probabilities of more tokens than there are": (
+        {"max_logprobs": 129},
+        "--max-logprobs: 129, but must be from 0 to 128, the model's vocabulary",
     ),
     "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
     "latents on two devices": (
@@ -434,6 +463,9 @@ SERVED = {
         "additional_config": {"enable_continue_decode": True},
         "async_scheduling": False,
     },
+    "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
+    "blocks that are no pages of latents": {"block_size": 48},
+    "processed log-probabilities": {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},
     "one token a step": {"additional_config": {"enable_continue_decode": False}},
     "heads of 64": {"head_size": 64},
     "heads of 256": {"head_size": 256},

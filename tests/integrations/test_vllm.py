@@ -160,6 +160,13 @@ def test_latents_are_the_judges(checkpoint, page):
     assert max(found["cached"]) >= page
 
 
+def test_pages_of_latents_that_would_be_padded_are_refused(checkpoint):
+    want = checkpoint("deepseek_v3", without=UNGROUPED, **DEEPSEEK)
+    environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
+    found = generate(want["folder"], environment, block_size=48, additional_config=LATENT)
+    assert "--block-size: 48, but must be a multiple of 32 (MLA_KV_PACKING" in found["error"]
+
+
 ROUNDED = {
     "a JAX model": ("qwen3", "flax_nnx", {}, None),
     "a torch model": ("qwen3", "vllm", {}, None),

@@ -144,6 +144,16 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         {"enable_prompt_embeds": True},
         "--enable-prompt-embeds: given, but must be left out",
     ),
+    "logits in the place of log-probabilities": (
+        *("qwen3", {}, "flax_nnx"),
+        {"logprobs_mode": "raw_logits"},
+        "--logprobs-mode: raw_logits, but must be one of raw_logprobs, processed_logprobs",
+    ),
+    "log-probabilities of all tokens": (
+        *("qwen3", {}, "flax_nnx"),
+        {"max_logprobs": -1},
+        "--max-logprobs: -1, but must be from 0 to",
+    ),
     "processors of logits": (
         *("qwen3", {}, "flax_nnx"),
         {"logits_processors": ["vllm.v1.sample.logits_processor:MinPLogitsProcessor"]},

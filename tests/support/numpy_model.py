@@ -103,6 +103,30 @@ def save_tokenizer(folder: str) -> None:
     ).save_pretrained(folder)
 
 
+def save_letters(folder: str) -> None:
+    """Next to a checkpoint of at least 259 tokens, a tokenizer of bytes, as grammars need it.
+
+    Token 3 and those after it are the bytes of `letters()`; 2 ends an answer.
+    """
+    import tokenizers
+    import transformers
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words |= {letter: token for token, letter in enumerate(letters(), 3)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+
+
+def letters() -> list[str]:
+    """How tokenizers write a byte, for each byte."""
+    import tokenizers
+
+    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
 def logits(
     config: dict[str, Any],
     weights: Weights,

@@ -195,6 +195,7 @@ class Host:
     has_jax_model: bool = True
     version: str = tpu_inference.TESTED
     told: dict[str, dict] = dataclasses.field(default_factory=dict)
+    noted: list | None = None  # the experts of a step's layers; empty where none are asked for
     functions: dict[str, object] = dataclasses.field(default_factory=dict)  # of torch, in JAX
 
     def register(self, name, **given):
@@ -206,6 +207,12 @@ class Host:
     def find_jax_model(self, hf_config):
         if not self.has_jax_model:
             raise UnsupportedArchitectureError
+
+    def wrapper_context(self):
+        assert self.noted is not None, "VllmModelWrapperContext is not set."
+        aux = SimpleNamespace(enable_return_routed_experts=bool(self.noted))
+        config = SimpleNamespace(aux_output_config=aux)
+        return SimpleNamespace(vllm_config=config, expert_indices_list=self.noted)
 
 
 Modules = dict[str, dict[str, object]]  # what each module that has no modules below it defines
@@ -230,6 +237,9 @@ def serving_modules(host: Host) -> Modules:
             "UnsupportedArchitectureError": UnsupportedArchitectureError,
         },
         "tpu_inference.models.vllm.vllm_model_wrapper": {},
+        "tpu_inference.models.vllm.vllm_model_wrapper_context": {
+            "get_vllm_model_wrapper_context": host.wrapper_context,
+        },
         "tpu_inference.distributed.utils": {},
         "tpu_inference.spec_decode.jax.dflash": {
             "DFlashProposer": type("DFlashProposer", (DFlashProposer,), {}),
@@ -328,7 +338,12 @@ def config(**changes: object) -> SimpleNamespace:
         "data_parallel_size_local": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "model_dp_size": 1,
         "total_dp_size": 1,
+        "block_size": 32,
+        "kv_sharing_fast_prefill": False,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": 20,
         "tp_size": 1,
         "expert_size": 1,
         "kv_cache_dtype_skip_layers": [],

@@ -33,6 +33,7 @@ from jattn.integrations import layer
 from jattn.integrations.sglang_jax import (
     copies,
     experts,
+    grammars,
     latent,
     recurrent,
     refusals,
@@ -113,6 +114,7 @@ def install() -> None:
     ModelRunner._get_attention_backend = check_and_choose
     ServerArgs.__post_init__ = finish_and_check
     requests.enable()
+    grammars.enable()
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 
 

@@ -6,16 +6,24 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 
 from jattn import checks
 from jattn.integrations.sglang_jax import settings
 
 FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
-# Drafts that the host verifies without a kernel for TPUs, if they are chains, and others.
-CHAINS, TREES = ("EAGLE3", "NEXTN"), ("EAGLE", "STANDALONE")
+# Drafts that the host verifies with a kernel for TPUs, and those whose layer fails in the host.
+TREES, FAILING = ("EAGLE", "STANDALONE"), "NEXTN"
 # How many tokens before them drafts of blocks (DFLASH) see, which also see each other.
 PREFIX_WINDOW = "SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW"
+# Whether drafts of EAGLE3 are made and verified by XLA, or by kernels for TPUs.
+RECURRENT = "SGL_JAX_DISABLE_FUSED_EAGLE3_RECURRENT_DRAFT"
+# Fields of a model's configuration that the host does not read, and what they are of.
+UNREAD = {
+    "num_kv_shared_layers": "layers that share keys and values",
+    "hidden_size_per_layer_input": "embeddings per layer",
+}
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
@@ -37,12 +45,8 @@ def check(runner: settings.ModelRunner) -> None:
             str(arguments.attention_backend),
             "fa, in whose place jattn is",
         )
-        problems.require(
-            not runner.use_mla_backend or runner.page_size > 1,
-            "--page-size",
-            str(runner.page_size),
-            "at least 2 for a model with MLA",
-        )
+        check_pages(problems, runner)
+        check_layers(problems, runner)
         if arguments.speculative_algorithm:
             check_drafts(problems, runner)
         if jax.default_backend() != "tpu":
@@ -94,6 +98,30 @@ def check_uses(arguments: settings.ServerArguments) -> None:
         )
 
 
+def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None:
+    """Note pages of latents that the host would pad: it then counts other tokens in a page."""
+    narrow = runner.server_args.kv_cache_dtype == "bf16"
+    packing = 2 if narrow else max(1, 4 // jnp.dtype(runner.model_config.dtype).itemsize)
+    problems.require(
+        not runner.use_mla_backend or (runner.page_size > 1 and runner.page_size % packing == 0),
+        "--page-size",
+        str(runner.page_size),
+        f"{'even' if packing == 2 else 'at least 2'} for a model with MLA",
+    )
+
+
+def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> None:
+    """Note layers of Gemma 4 that the host's model of it leaves out."""
+    for name, what in UNREAD.items():
+        count = getattr(runner.model_config.hf_text_config, name, None) or 0
+        problems.require(
+            count == 0,
+            "--model-path",
+            f"a model with {name}={count}",
+            f"one without (Gemma 4 26B and 31B): the host computes none of its {what}",
+        )
+
+
 def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> None:
     """Note what a model runner with drafts asks for that is not served."""
     arguments = runner.server_args
@@ -108,6 +136,12 @@ def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> Non
         "--speculative-eagle-topk",
         str(arguments.speculative_eagle_topk),
         "1, for chains of drafts: the masks of trees are not read",
+    )
+    problems.require(
+        not arguments.enable_deterministic_sampling,
+        "--enable-deterministic-sampling",
+        "given",
+        "left out with --speculative-algorithm: the host draws drafts without their seeds",
     )
     window = os.environ.get(PREFIX_WINDOW, "0")
     has_none = re.fullmatch(r"\s*(0|-\d+)\s*", window) is not None
@@ -168,8 +202,18 @@ def check_verifying(problems: checks.Problems, arguments: settings.ServerArgumen
         str(algorithm),
         "EAGLE3: the host verifies these drafts with a kernel for TPUs",
     )
-    if algorithm not in CHAINS:
+    problems.require(
+        algorithm != FAILING,
+        "--speculative-algorithm",
+        str(algorithm),
+        "EAGLE3: the host's layers that draft for it (MiMo's) fail",
+    )
+    if algorithm != "EAGLE3":
         return
+    given = os.environ.get(RECURRENT, "0")
+    problems.require(
+        given != "1", RECURRENT, given, "0: the host then verifies drafts with a kernel for TPUs"
+    )
     problems.require(
         steps > 1,
         "--speculative-num-steps",

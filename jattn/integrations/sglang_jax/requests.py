@@ -12,13 +12,20 @@ from typing import Any
 from jattn import checks
 from jattn.integrations.sglang_jax import settings
 
+GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
+
 
 def enable() -> None:
-    """Check requests as the host's `TokenizerManager` makes them.
+    """Check requests as the host's `TokenizerManager` makes them, and as OpenAI's clients ask.
+
+    What a client of OpenAI gives as `seed`, the host takes as `sampling_seed` and leaves out.
 
     Raises:
       ImportError: sglang-jax is not installed.
     """
+    from sgl_jax.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
     from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 
     make = TokenizerManager._create_tokenized_object
@@ -29,7 +36,30 @@ def enable() -> None:
         check(made, manager.server_args)
         return made
 
+    validate = OpenAIServingBase._validate_request
+
+    @functools.wraps(validate)
+    def validate_and_check(serving: Any, request: Any) -> str | None:
+        if getattr(request, "return_hidden_states", False):
+            return "return_hidden_states: true, but must be left out: the host returns none"
+        found: str | None = validate(serving, request)
+        return found
+
     TokenizerManager._create_tokenized_object = make_and_check
+    OpenAIServingBase._validate_request = validate_and_check
+    for serving in (OpenAIServingChat, OpenAIServingCompletion):
+        serving._build_sampling_params = _with_seed(serving._build_sampling_params)
+
+
+def _with_seed(build: Any) -> Any:
+    """The host's function that makes parameters of sampling from a request of OpenAI's."""
+
+    @functools.wraps(build)
+    def build_with_seed(serving: Any, request: Any, *more: Any, **options: Any) -> Any:
+        params = build(serving, request, *more, **options)
+        return params if request.seed is None else {**params, "sampling_seed": request.seed}
+
+    return build_with_seed
 
 
 def check(request: settings.Request, arguments: settings.ServerArguments) -> None:
@@ -67,4 +97,47 @@ def check(request: settings.Request, arguments: settings.ServerArguments) -> Non
             "min_p",
             str(params.min_p),
             "0: the host draws tokens that it excludes",
+        )
+        problems.require(
+            params.sampling_seed is None
+            or params.top_k == 1
+            or arguments.enable_deterministic_sampling,
+            "sampling_seed (seed)",
+            str(params.sampling_seed),
+            "left out, or --enable-deterministic-sampling given: the host reads no seed without it",
+        )
+        _check_grammar(problems, params, arguments)
+        if algorithm:
+            _check_drafted(problems, params, algorithm)
+
+
+def _check_grammar(
+    problems: checks.Problems, params: settings.SamplingParams, arguments: settings.ServerArguments
+) -> None:
+    """A grammar only where the host applies it, and to the right request."""
+    algorithm = arguments.speculative_algorithm
+    if algorithm:
+        why = f"with --speculative-algorithm {algorithm}: the host accepts drafts without it"
+    else:
+        why = "with --dp-size over 1: the host applies it to another request"
+    for name in GRAMMARS:
+        problems.require(
+            getattr(params, name) is None or not (algorithm or arguments.dp_size > 1),
+            name,
+            "given",
+            f"left out {why}",
+        )
+
+
+def _check_drafted(
+    problems: checks.Problems, params: settings.SamplingParams, algorithm: str
+) -> None:
+    """Nothing that the host reads where it samples, but not where it accepts drafts."""
+    for name in ("frequency_penalty", "presence_penalty", "min_new_tokens"):
+        value = getattr(params, name)
+        problems.require(
+            value == 0,
+            name,
+            str(value),
+            f"0 with --speculative-algorithm {algorithm}: the host accepts drafts without it",
         )

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from jax.typing import DTypeLike
+
 
 class ServerArguments(Protocol):
     """`sgl_jax.srt.server_args.ServerArgs`."""
 
     attention_backend: str | None
     device: str | None
+    dp_size: int
+    enable_deterministic_sampling: bool
     gdn_prefill_impl: str
     is_embedding: bool
+    kv_cache_dtype: str
     moe_backend: str
     multimodal: bool
     quantization_config_path: str | None
@@ -26,7 +31,9 @@ class ModelConfig(Protocol):
     """`sgl_jax.srt.configs.model_config.ModelConfig`."""
 
     context_len: int
+    dtype: DTypeLike
     hf_config: object
+    hf_text_config: object
     moe_backend: str
     quantization_config: object
 
@@ -52,9 +59,17 @@ class ModelRunner(Protocol):
 class SamplingParams(Protocol):
     """`sgl_jax.srt.sampling.sampling_params.SamplingParams`."""
 
+    ebnf: str | None
+    frequency_penalty: float
+    json_schema: str | None
     logit_bias: Mapping[str, float] | None
+    min_new_tokens: int
     min_p: float
+    presence_penalty: float
+    regex: str | None
     repetition_penalty: float
+    sampling_seed: int | None
+    structural_tag: object
     top_k: int
 
 

@@ -32,6 +32,8 @@ UNTIED_OF_MORE = "Qwen2ForCausalLM"
 ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has in bfloat16
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
+PACKING = "MLA_KV_PACKING_SIZE"  # the host's variable: latents of so many tokens lie together
+LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes of log-probabilities that it has
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -90,7 +92,17 @@ def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str)
             "1: use --tensor-parallel-size",
         )
     # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
-    replicas = max(parallel.data_parallel_size, config.sharding_config.total_dp_size)
+    sharding = config.sharding_config
+    whole = sharding.model_dp_size
+    of_attention = sharding.total_dp_size // whole
+    problems.require(
+        of_attention == 1 or platform == "tpu",
+        "enable_dp_attention of --additional_config",
+        f"true, with {of_attention} devices that attend to requests of their own",
+        f"left out, or with fewer devices, on a {platform}, where the host's schedulers for them "
+        "do not answer",
+    )
+    replicas = max(parallel.data_parallel_size, whole)
     problems.require(
         replicas == 1 or platform == "tpu",
         "--data-parallel-size",
@@ -120,6 +132,14 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
         str(devices),
         "1 for a model with MLA layers, whose scales the host cannot split; "
         "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
+    )
+    block, packing = config.cache_config.block_size, int(os.environ.get(PACKING, "32"))
+    problems.require(
+        not use_mla or block % packing == 0,
+        "--block-size",
+        str(block),
+        f"a multiple of {packing} ({PACKING}) for a model with MLA layers: the host makes its "
+        "pages longer, and shares them as if they were not",
     )
     transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
     problems.require(
@@ -292,6 +312,26 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         "--logits-processors",
         " ".join(map(str, model.logits_processors or ())),
         "left out: the host never calls them",
+    )
+    problems.require(
+        not config.cache_config.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill",
+        "given",
+        "left out: the host makes no metadata for layers that skip a prompt, and ends",
+    )
+    problems.require(
+        model.logprobs_mode in LOGPROBS,
+        "--logprobs-mode",
+        str(model.logprobs_mode),
+        f"one of {', '.join(LOGPROBS)}: the host returns no logits",
+    )
+    vocabulary = model.get_vocab_size()
+    problems.require(
+        0 <= model.max_logprobs <= vocabulary,
+        "--max-logprobs",
+        str(model.max_logprobs),
+        f"from 0 to {vocabulary}, the model's vocabulary: the host looks for so many tokens in "
+        "each step",
     )
     problems.require(
         type(config.quant_config).__name__ != ONLINE,

@@ -77,10 +77,10 @@ def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: V
             "left out with --speculative-config: the host returns those of other tokens, or none",
         )
     problems.require(
-        params.logprobs != 0 or bool(config.speculative_config),
+        params.logprobs is None or params.logprobs > 0 or bool(config.speculative_config),
         "logprobs",
-        "0",
-        "at least 1 (top_logprobs of a chat): the host returns nothing for 0",
+        str(params.logprobs),
+        "at least 1 (top_logprobs of a chat): the host returns nothing for 0 and -1",
     )
     problems.require(
         params.prompt_logprobs is None or not config.model_config.is_multimodal_model,

@@ -29,7 +29,7 @@ def enable() -> None:
     """Have the host's mixtures of experts follow the rules of vLLM's routers.
 
     - `layers.vllm.interface.moe.moe_apply` is called with the experts and their weights, where the
-      host would choose others.
+      host would choose others. With `--enable-return-routed-experts` a request is told those.
     - `layers.common.fused_moe_gmm.apply_scoring_fn` returns weights that are given.
     - `MoERunner.__init__` refuses a layer whose rule is not known.
 
@@ -161,10 +161,16 @@ def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         extra_backend_kwargs: dict[str, Any],
     ) -> jax.Array:
         rest = (weights, moe_backend, mesh)
-        if not has_rule(layer) or "hash_based_topk_indices" in extra_backend_kwargs:
-            return moe_apply(layer, x, gating_output, *rest, extra_backend_kwargs)
         extra = dict(extra_backend_kwargs)
-        each, ids = _route(layer, x, gating_output, extra.pop("e_score_correction_bias", None))
+        given, bias = (extra.get(n) for n in ("hash_based_topk_indices", "e_score_correction_bias"))
+        if given is not None or not has_rule(layer):
+            if given is None and bias is not None:
+                _, given = _route(layer, x, gating_output, bias)
+            _report(given)
+            return moe_apply(layer, x, gating_output, *rest, extra)
+        extra.pop("e_score_correction_bias", None)
+        each, ids = _route(layer, x, gating_output, bias)
+        _report(ids)
         if layer.apply_router_weight_on_input:
             x, each = x * each.astype(x.dtype), jnp.ones_like(each)
         # A product with ones in one place each, as the experts may be split over devices.
@@ -174,6 +180,23 @@ def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         return moe_apply(_Given(layer), x, scores, *rest, extra)
 
     return apply
+
+
+def _report(ids: jax.Array | None) -> None:
+    """Put a layer's experts in the place of those with the highest scores, which the host noted.
+
+    It does so right before it calls `moe_apply`, if requests are told their experts.
+    """
+    from tpu_inference.models.vllm import vllm_model_wrapper_context as wrapper
+
+    try:
+        context = wrapper.get_vllm_model_wrapper_context()
+    except AssertionError:  # outside of a step
+        return
+    config = context.vllm_config
+    if ids is not None and config and config.aux_output_config.enable_return_routed_experts:
+        noted = context.expert_indices_list
+        noted[-1] = ids.astype(noted[-1].dtype)
 
 
 def _or_given(

@@ -14,6 +14,8 @@ class ModelConfig(Protocol):
     is_multimodal_model: bool
     is_mm_prefix_lm: bool  # whether tokens of an image see each other
     enable_prompt_embeds: bool
+    logprobs_mode: str
+    max_logprobs: int
     logits_processors: Sequence[object] | None
     quantization: str | None
     architectures: Sequence[str] | None
@@ -42,8 +44,10 @@ class ParallelConfig(Protocol):
 class CacheConfig(Protocol):
     """`vllm.config.CacheConfig`."""
 
+    block_size: int
     cache_dtype: str
     kv_cache_dtype_skip_layers: Sequence[str]
+    kv_sharing_fast_prefill: bool
 
 
 class SchedulerConfig(Protocol):
@@ -55,6 +59,7 @@ class SchedulerConfig(Protocol):
 class ShardingConfig(Protocol):
     """tpu-inference's addition to the configuration."""
 
+    model_dp_size: int
     total_dp_size: int
     tp_size: int
     expert_size: int
