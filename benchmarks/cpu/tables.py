@@ -29,8 +29,8 @@ FILES = (
 )
 # The same on a Zen 4, which has no AMX, by JAX's version; vLLM's threads were bound.
 ZEN4_FILES = {
-    version: RESULTS / f"2026-11-28-cpu-native-zen4-jax{version}.jsonl"
-    for version in ("0.12", "0.10")
+    "0.12": RESULTS / "2026-11-30-cpu-native-zen4-jax0.12.jsonl",
+    "0.10": RESULTS / "2026-11-28-cpu-native-zen4-jax0.10.jsonl",
 }
 # The same on a Zen 3, which has no AVX-512.
 ZEN3_FILES = {
