@@ -257,14 +257,7 @@ INLINE void dots_of_codes(const Cache& cache, const char* const* k, const int64_
       UNROLL for (int j = 0; j < vectors; ++j)
         all[r][g + j] = chains == 2 ? sum[r][j][0] + sum[r][j][chains - 1] : sum[r][j][0];
   }
-  UNROLL for (int r = 0; r < R; ++r) {
-    auto halves = [&](int j) __attribute__((always_inline)) {
-      const __m512 a = (__m512)all[r][j], b = (__m512)all[r][j + 1];
-      return (__m512d)((Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b));
-    };
-    const __m512d a = halves(0), b = halves(2);
-    write(s + r * stride, (Floats)_mm512_unpacklo_pd(a, b) + (Floats)_mm512_unpackhi_pd(a, b));
-  }
+  UNROLL for (int r = 0; r < R; ++r) write(s + r * stride, sums_of_quarters(all[r]));
 }
 
 // The weights of a kv tile times the scales of NVFP4's groups of values.

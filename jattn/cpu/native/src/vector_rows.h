@@ -22,16 +22,6 @@ constexpr int kQuad = 4;  // keys at a time, and vectors of queries: 4 x 4 sums
 // After so many steps of either product some lines of the next kv tile are prefetched.
 constexpr int kQuadSteps = 8;
 
-// Of four vectors the sums of each quarter: lane 4 i + n is that of quarter i of vector n.
-INLINE Floats sums_of_quarters(const Floats* x) {
-  auto halves = [&](int n) __attribute__((always_inline)) {
-    const __m512 a = (__m512)x[n], b = (__m512)x[n + 1];
-    return (__m512d)((Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b));
-  };
-  const __m512d a = halves(0), b = halves(2);
-  return (Floats)_mm512_unpacklo_pd(a, b) + (Floats)_mm512_unpackhi_pd(a, b);
-}
-
 // S = K q: row i of the queries is quarter i / 4 of vector i % 4 in each of `steps`.
 template <class V>
 NOINLINE void multiply_quads(const char* const* keys, int count, const V* q, int64_t steps, Floats* s,

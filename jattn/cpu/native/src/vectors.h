@@ -185,6 +185,17 @@ INLINE void pairs_in_order(const void* a, const void* b, Words* first, Words* se
   pairs_of_rows(a, b, first, second);
 #endif
 }
+#if defined(__AVX512F__)
+// Of four vectors the sums of each quarter: lane 4 i + n is that of quarter i of vector n.
+INLINE Floats sums_of_quarters(const Floats* x) {
+  auto halves = [&](int n) __attribute__((always_inline)) {
+    const __m512 a = (__m512)x[n], b = (__m512)x[n + 1];
+    return (__m512d)((Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b));
+  };
+  const __m512d a = halves(0), b = halves(2);
+  return (Floats)_mm512_unpacklo_pd(a, b) + (Floats)_mm512_unpackhi_pd(a, b);
+}
+#endif
 // sum + a.first * b.first + a.second * b.second
 INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
