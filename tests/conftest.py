@@ -99,7 +99,8 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Tests of the implementation that others are preferred to are left to `-m extended`.
 
-    `slow` overrides `extended`. Of large samples a share may be asked for: `rotation`.
+    `slow` overrides `extended`. Of large samples a share may be asked for: `rotation`. Tests marked
+    `long` come first, so that no worker is left alone with one in the end.
     """
     for item in items:
         kinds = {mark.name for mark in item.iter_markers()}
@@ -112,6 +113,7 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if rotation.is_left_out(share, item)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="module")

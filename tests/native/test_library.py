@@ -234,6 +234,7 @@ def test_every_instruction_set(isa):
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_under_sanitizers():
     """Minutes: builds a library of its own."""
     if not os.path.isabs(native_sanitize.located("libasan.so")):

@@ -186,6 +186,7 @@ def test_without_a_compiler_and_without_ziglang_it_is_pure_python(no_compiler, s
 @posix
 @pytest.mark.extended
 @pytest.mark.rotated
+@pytest.mark.long
 def test_without_a_compiler_ziglang_from_pypi_builds_the_library(no_compiler):
     """Minutes: 100 MB are fetched, and C++'s library is compiled, too."""
     no_compiler.download("ziglang")
