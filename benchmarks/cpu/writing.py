@@ -34,7 +34,7 @@ FORMATS = {
     **format_speed.FORMATS,
     "fp8_e4m3_block": jattn.Fp8("e4m3", "block"),
 }
-BY_NAME = ("native", "xla")
+IMPLEMENTATIONS = ("native", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ def medians(writers: dict, turns: int) -> dict:
 
 def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> list[Row]:
     """Rows of checked formats at one head size; raises `oracle.WrongResultError`."""
-    keys = [(name, each) for name in names for each in BY_NAME]
+    keys = [(name, each) for name in names for each in IMPLEMENTATIONS]
     calls = {key: Writer(*key, head_dim, NEW) for key in keys}
     steps = {key: Writer(*key, head_dim, STEP) for key in keys}
     for pair in (calls, steps):
         for name in names:
-            for each in BY_NAME:
+            for each in IMPLEMENTATIONS:
                 pair[name, each].write(0)
             if pair[name, "native"].caches != pair[name, "xla"].caches:
                 raise oracle.WrongResultError(f"{name}: native and xla wrote different bits")
@@ -112,7 +112,7 @@ def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> lis
     for name in names:
         heads = 2 * NEW * KV_HEADS
         moved = heads * (2 * head_dim + FORMATS[name].bytes_per_token(head_dim))
-        rates = (heads * head_dim / 128 / full[name, each] / 1e6 for each in BY_NAME)
+        rates = (heads * head_dim / 128 / full[name, each] / 1e6 for each in IMPLEMENTATIONS)
         rows.append(
             Row(
                 timing.num_cores(),
@@ -120,7 +120,7 @@ def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> lis
                 name,
                 *rates,
                 moved / full[name, "native"] / copy,
-                *(1e6 * few[name, each] for each in BY_NAME),
+                *(1e6 * few[name, each] for each in IMPLEMENTATIONS),
             )
         )
     return rows

@@ -47,7 +47,7 @@ from benchmarks.gpu.session import Lines
 from benchmarks.workloads import Workload, flops
 from jattn.pallas import machine
 
-BY_NAME = ("mosaic_gpu", "triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
 TUNE = "tune"  # and only where it is asked for: tens of kernels for each workload
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
@@ -156,7 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--part", nargs="+", choices=(*PARTS, TUNE), default=PARTS, help="default: all but tune"
     )
     parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
-    parser.add_argument("--implementation", nargs="+", choices=BY_NAME, default=None)
+    parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument(
         "--layers", action="store_true", help="all calls have the same lengths and share one plan"
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = gpu_peers.find(args.peer_python, args.vllm_kernels)
     if args.dry_run:
         if "matrix" in args.part:
-            print("the matrix:", *gpu_matrix.command(args.implementation or BY_NAME)[1:])
+            print("the matrix:", *gpu_matrix.command(args.implementation or IMPLEMENTATIONS)[1:])
         if set(args.part) <= {"matrix", "ceilings"}:
             return 0
         wanted = args.implementation or ("triton",)
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.platform != "gpu":
         print(f"this is {device.platform}, not a GPU; --dry-run needs none", file=sys.stderr)
         return 2
-    implementations = args.implementation or BY_NAME
+    implementations = args.implementation or IMPLEMENTATIONS
     status = 0
     if "matrix" in args.part:
         left = 60 * args.minutes - (time.monotonic() - began)

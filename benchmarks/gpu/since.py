@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -20,23 +21,23 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
+FORMATS = ("bfloat16", "fp8_e4m3")
 OPTIONS = ((), ("sliding_window", "logits_soft_cap", "sinks", "return_lse"))
 
 
-def calls() -> list[dict[str, object]]:
+def calls() -> list[dict[str, Any]]:
     """What `benchmarks.gpu.cases.Case` is made of: every size, and of two of them more."""
-    found = list[dict[str, object]]()
-    for head in SIZES:
-        more = head[0] in (128, 512)
-        for kind in ("decode", "mixed"):
-            for format in ("bfloat16", "fp8_e4m3")[: 1 + more]:
-                for options in OPTIONS[: 1 + more]:
-                    heads = (16, 1) if head == (576, 512) else (32, 4)
-                    found.append({"head": head, "kind": kind, "format": format, "heads": heads})
-                    found[-1]["options"] = options
+    found = []
+    for head, kind in itertools.product(SIZES, ("decode", "mixed")):
+        heads = (16, 1) if head == (576, 512) else (32, 4)
+        count = 2 if head[0] in (128, 512) else 1
+        for format, options in itertools.product(FORMATS[:count], OPTIONS[:count]):
+            call = {"head": head, "kind": kind, "format": format, "options": options}
+            found.append({**call, "heads": heads})
     return found
 
 
@@ -59,11 +60,12 @@ def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
     jax.config.update("jax_platforms", "cpu")
     found = {}
     for call in calls():
-        case = Case(**{name: _tuple(x) for name, x in call.items()}, implementation=implementation)
+        case = Case(**call, implementation=implementation)
         label = f"head{case.head[0]}v{case.head[1]}-{case.kind}-{case.format}"
         label += "-options" * bool(case.options)
         try:
-            kernels = report.report(*_flat(case.function()), sm=sm)
+            fn, arguments = case.function()
+            kernels = report.report(fn, *arguments, sm=sm)
         except jattn.UnsupportedError as error:
             print(f"{label}: {error}", file=sys.stderr)
             continue
@@ -72,15 +74,6 @@ def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
         for i, kernel in enumerate(ours):
             found[f"{label} {kernel.name} {i}"] = normalized(kernel.ptx)
     return found
-
-
-def _tuple(x: object) -> object:
-    return tuple(x) if isinstance(x, list) else x
-
-
-def _flat(function: tuple[object, tuple[object, ...]]) -> tuple[object, ...]:
-    fn, arguments = function
-    return (fn, *arguments)
 
 
 def compiled_in(tree: pathlib.Path, implementation: str, sm: int) -> dict[str, list[str]]:

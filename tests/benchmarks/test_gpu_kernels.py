@@ -13,6 +13,7 @@ from benchmarks.gpu import kernels as gpu_kernels
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import since
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.gpu.cases import Case
 
 
 def event(name, pid, tid, microseconds, **args):
@@ -86,6 +87,7 @@ def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
 
 def test_kernels_of_a_commit_and_now():
     """Names of registers and labels do not count; what else differs is named."""
+    assert len({Case(**call) for call in since.calls()}) == len(since.calls()) == 22
     old = since.normalized(".loc 1 2\n$L1:\n  @%p1 bra $L1; // again\n  add.s32 %r1, %r2, 1;")
     assert old == since.normalized("$L7:\n@%p3 bra $L7;\nadd.s32 %r9, %r1, 1;")
     new = since.normalized("$L7:\n@%p3 bra $L7;\nsub.s32 %r9, %r1, 1;")
