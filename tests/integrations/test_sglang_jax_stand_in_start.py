@@ -5,225 +5,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import pickle
-import sys
 import tomllib
-import types
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jattn.integrations import sglang_jax
+from tests.support import stand_in_sglang
 from tests.support.processes import ROOT
 
-
-class Serving:
-    """What answers clients of OpenAI's."""
-
-    def _validate_request(self, request):
-        return None
-
-    def _build_sampling_params(self, request):
-        return {}
-
-
-class Grammar:
-    """The state of one grammar, whose next token is the one it is named after."""
-
-    def __init__(self, token):
-        self.token, self.finished, self.bitmask = token, False, None
-
-    def is_terminated(self):
-        return False
-
-    def copy(self):
-        return Grammar(self.token)
-
-    def allocate_vocab_mask(self, count):
-        if self.bitmask is None:
-            self.bitmask = np.zeros((count, 1), np.int32)
-        return self.bitmask
-
-
-class Grammars:
-    """What compiles grammars, and keeps them."""
-
-    def __init__(self):
-        self.cache, self.compiled = {}, []
-
-    def _dispatch(self, kind, text):
-        self.compiled.append((kind, text))
-        return Grammar(int(text))
-
-
-class SamplingInfo:
-    """The rows of a step, some of which have grammars."""
-
-    def __init__(self, grammars, count):
-        self.grammars, self.count, self.vocab_mask = grammars, count, None
-
-    def update_grammar_vocab_mask(self):
-        first = next((one for one in self.grammars or () if one), None)
-        if first is None:
-            return
-        self.vocab_mask = first.allocate_vocab_mask(self.count)
-        for row, one in enumerate(self.grammars):
-            if one and not one.finished:
-                self.vocab_mask[row] = 1 << one.token
-
-
-@pytest.fixture
-def host(monkeypatch):
-    """Modules of sglang-jax as far as jattn knows them."""
-
-    class ModelRunner:
-        def __init__(self, **changes):
-            self.use_mla_backend = changes.pop("use_mla_backend", False)
-            self.page_size = changes.pop("page_size", 16)
-            hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
-            self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
-            self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
-            self.hybrid = changes.pop("hybrid", False)
-            self.req_to_token_pool = changes.pop("req_to_token_pool", None)
-            self.model_config = SimpleNamespace(
-                context_len=changes.pop("context_len", 128),
-                dtype=changes.pop("dtype", "bfloat16"),
-                hf_config=hf_config,
-                hf_text_config=SimpleNamespace(**changes.pop("hf_text_config", {})),
-                moe_backend=changes.pop("effective_moe_backend", "epmoe"),
-                quantization_config=changes.pop("quantization_config", None),
-            )
-            values = {
-                "attention_backend": "fa",
-                "device": "cpu",
-                "enable_deterministic_sampling": False,
-                "gdn_prefill_impl": "fused_chunk_parallel",
-                "is_embedding": False,
-                "kv_cache_dtype": "auto",
-                "moe_backend": "epmoe",
-                "multimodal": False,
-                "quantization_config_path": None,
-                "speculative_algorithm": None,
-                "speculative_eagle_topk": 5,
-                "speculative_num_draft_tokens": 4,
-                "speculative_num_steps": 3,
-                **changes,
-            }
-            self.server_args = SimpleNamespace(**values)
-
-        def get_available_device_memory(self):
-            return 1000
-
-        def _get_attention_backend(self):
-            if self.use_mla_backend:
-                return mla.MLAAttentionBackend(page_size=self.page_size)
-            full = backend.FlashAttention(device=self.server_args.device)
-            return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
-
-    class ServerArgs:
-        def __init__(self, **changes):
-            values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
-            values |= {"dp_size": 1, "enable_deterministic_sampling": False}
-            vars(self).update({**values, **changes})
-            self.__post_init__()
-
-        def __post_init__(self):
-            self.finished = True
-
-    class TokenizerManager:
-        def __init__(self, server_args):
-            self.server_args = server_args
-
-        def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
-            return obj
-
-    class Backend:
-        def __init__(self, **made_with):
-            self.made_with = made_with
-
-        def __call__(self, *args):
-            return self.kernel()(*args)
-
-    class FlashAttention(Backend):
-        def kernel(self):
-            return backend.ragged_paged_attention_v3
-
-    class MLAAttentionBackend(Backend):
-        def kernel(self):
-            return mla.mla_ragged_paged_attention
-
-    backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
-    backend.FlashAttention, mla.MLAAttentionBackend = FlashAttention, MLAAttentionBackend
-    utils, jax_utils = types.ModuleType("utils"), types.ModuleType("jax_utils")
-    utils.jax_utils = jax_utils
-    jax_utils.device_array = backend.device_array = lambda data, sharding: (data, sharding)
-    linear = types.ModuleType("linear")
-    kda, lightning = types.ModuleType("kda_backend"), types.ModuleType("lightning_backend")
-    linear.kda_backend, linear.lightning_backend = kda, lightning
-    memory_pool = types.ModuleType("memory_pool")
-    engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
-    grammar, constrained = types.ModuleType("base"), types.ModuleType("constrained")
-    constrained.base_grammar_backend, grammar.INVALID_GRAMMAR_OBJ = grammar, object()
-    grammar.BaseGrammarBackend = type("BaseGrammarBackend", (Grammars,), {})
-    serving_class = type("OpenAIServingBase", (Serving,), {})
-    openai, serving = "sgl_jax.srt.entrypoints.openai", {}
-    for part, name in (("base", "Base"), ("chat", "Chat"), ("completions", "Completion")):
-        serving[f"{openai}.serving_{part}"] = module = types.ModuleType(part)
-        of_part = type(f"OpenAIServing{name}", (serving_class,), {})
-        setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
-    batch = types.ModuleType("schedule_batch")
-    batch.ModelWorkerSamplingInfo = type("ModelWorkerSamplingInfo", (SamplingInfo,), {})
-    modules = {
-        "sgl_jax": types.ModuleType("sgl_jax"),
-        "sgl_jax.srt": types.ModuleType("srt"),
-        "sgl_jax.srt.constrained": constrained,
-        "sgl_jax.srt.constrained.base_grammar_backend": grammar,
-        "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
-        "sgl_jax.srt.entrypoints.engine": engine,
-        openai: types.ModuleType("openai"),
-        **serving,
-        "sgl_jax.srt.managers": types.ModuleType("managers"),
-        "sgl_jax.srt.managers.schedule_batch": batch,
-        "sgl_jax.srt.managers.scheduler": scheduler,
-        "sgl_jax.srt.managers.tokenizer_manager": types.ModuleType("tokenizer_manager"),
-        "sgl_jax.srt.server_args": types.ModuleType("server_args"),
-        "sgl_jax.srt.layers": types.ModuleType("layers"),
-        "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
-        "sgl_jax.srt.layers.attention.flashattention_backend": backend,
-        "sgl_jax.srt.layers.attention.linear": linear,
-        "sgl_jax.srt.layers.attention.mla_backend": mla,
-        "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
-        "sgl_jax.srt.mem_cache": types.ModuleType("mem_cache"),
-        "sgl_jax.srt.utils": utils,
-        "sgl_jax.srt.utils.jax_utils": jax_utils,
-        "sgl_jax.srt.model_executor": types.ModuleType("model_executor"),
-        "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
-    }
-    modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
-    modules["sgl_jax.srt.layers.attention"].mla_backend = mla
-    modules["sgl_jax.srt.mem_cache"].memory_pool = memory_pool
-    modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
-    modules["sgl_jax.srt.entrypoints"].engine = engine
-    modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
-    modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = TokenizerManager
-    modules["sgl_jax.srt.server_args"].ServerArgs = ServerArgs
-    for name, made in modules.items():
-        monkeypatch.setitem(sys.modules, name, made)
-    found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
-    found.grammar, found.batch, found.Serving = grammar, batch, of_part
-    found.engine, found.scheduler, found.mla = engine, scheduler, mla
-    found.ServerArgs, found.TokenizerManager = ServerArgs, TokenizerManager
-    found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
-    found.moe = modules["sgl_jax.srt.layers.moe"]
-    version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata,
-        "version",
-        lambda name: found.version if name == "sglang-jax" else version(name),
-    )
-    return found
+host = stand_in_sglang.host  # the fixture
 
 
 def test_install_takes_the_kernels_place_on_cpus(host):
@@ -263,7 +56,11 @@ def test_requests_without_a_grammar_may_have_any_token(host):
     """So may rows of padding, and those whose grammar has ended; a row goes to another request."""
     sglang_jax.install()
     make = host.batch.ModelWorkerSamplingInfo
-    first, second, ended = Grammar(3), Grammar(4), Grammar(5)
+    first, second, ended = (
+        stand_in_sglang.Grammar(3),
+        stand_in_sglang.Grammar(4),
+        stand_in_sglang.Grammar(5),
+    )
     ended.finished = True
     masks = []
     for grammars in ([None, first, second], [first, ended]):
