@@ -98,7 +98,7 @@ def broken_masks():
         ("word", DRAFTED, "at = key - 32 * word", "at = key"),
         ("bias", DRAFTED, "-EXTENT), EXTENT) + EXTENT", "-EXTENT), EXTENT)"),
         ("far", DRAFTED, "last - rows.lowest > -EXTENT", "last - rows.lowest > 0"),
-        ("token", DRAFTED, "at = place", "at = query_head"),
+        ("token", DRAFTED, "index = out_row", "index = query_head"),
         (
             "column",
             SELECTED,

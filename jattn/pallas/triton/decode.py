@@ -71,8 +71,8 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     get one, so that their zeros are written, or the NaN of a length of -1. C.ALONE says that no
     other kernel runs: then every sequence with query tokens has a place.
     """
-    first_row = tl.load(batch.starts + b, mask=inside, other=0)
-    count = tl.load(batch.starts + b + 1, mask=inside, other=0) - first_row
+    first_token = tl.load(batch.starts + b, mask=inside, other=0)
+    count = tl.load(batch.starts + b + 1, mask=inside, other=0) - first_token
     seq_len = tl.load(batch.lens + b, mask=inside, other=0)
     causal = 1
     if C.CAUSAL == 2:
@@ -98,29 +98,29 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
 def line_length(batch, C: tl.constexpr):
     """Tiles of the whole line."""
     total = 0
-    for at in range(0, batch.num_seqs, C.PLAN):
-        b = at + tl.arange(0, C.PLAN)
+    for chunk_start in range(0, batch.num_seqs, C.PLAN):
+        b = chunk_start + tl.arange(0, C.PLAN)
         _, _, _, _, row_tiles, tiles = sequence_tiles(b, b < batch.num_seqs, batch, C)
         total += tl.sum(tiles * row_tiles, axis=0) * batch.kv_heads
     return total
 
 
 @triton.jit
-def sequence_at(place, batch, C: tl.constexpr):
-    """`(b, where its items begin)` of the sequence that has a place of the line."""
+def sequence_at(tile_number, batch, C: tl.constexpr):
+    """`(b, first_tile)` of the sequence that has a tile of the line; its items begin there."""
     before = 0
     found = 0
-    begin = 0
-    for at in range(0, batch.num_seqs, C.PLAN):
-        b = at + tl.arange(0, C.PLAN)
+    first_tile = 0
+    for chunk_start in range(0, batch.num_seqs, C.PLAN):
+        b = chunk_start + tl.arange(0, C.PLAN)
         _, _, _, _, row_tiles, tiles = sequence_tiles(b, b < batch.num_seqs, batch, C)
         size = tiles * row_tiles * batch.kv_heads
         ends = before + tl.cumsum(size, axis=0)
-        past = (ends <= place) & (b < batch.num_seqs)
+        past = (ends <= tile_number) & (b < batch.num_seqs)
         found += tl.sum(past.to(tl.int32), axis=0)
-        begin = tl.maximum(begin, tl.max(tl.where(past, ends, 0), axis=0))
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(past, ends, 0), axis=0))
         before += tl.sum(size, axis=0)
-    return found, begin
+    return found, first_tile
 
 
 @triton.jit
@@ -141,9 +141,10 @@ def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: 
 
 @triton.jit
 def decode(
-    query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr,
-    columns_ptr, selected_ptr, k_scale_ptr, v_scale_ptr,
+    query_ptr, key_cache_ptr, value_cache_ptr, block_tables_ptr, sequences_ptr, scale_ptr,
+    is_causal_ptr, sliding_window_ptr, attention_chunk_size_ptr, logits_soft_cap_ptr, sinks_ptr,
+    alibi_slopes_ptr, relative_bias_ptr, visible_end_ptr, tree_mask_ptr, selected_columns_ptr,
+    selected_tokens_ptr, k_scale_ptr, v_scale_ptr,
     key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
     value_zeros_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
@@ -158,52 +159,56 @@ def decode(
     if C.REGISTERS > 0:
         limit_registers(C.REGISTERS)
     program = tl.program_id(0)
-    limits = load_limits(window_ptr, chunk_ptr, C)
+    limits = load_limits(sliding_window_ptr, attention_chunk_size_ptr, C)
     scale = tl.load(scale_ptr) * LOG2E
     arrays = Pool(
-        Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
-        Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
-        tables_ptr,
-        columns_ptr,
+        Stored(key_cache_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
+        Stored(value_cache_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
+        block_tables_ptr,
+        selected_columns_ptr,
         num_blocks,
     )
-    terms = Terms(cap_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr)
+    terms = Terms(
+        logits_soft_cap_ptr, alibi_slopes_ptr, relative_bias_ptr, visible_end_ptr, tree_mask_ptr
+    )
 
     heads = kv_heads * C.GROUP
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     if C.ALONE:
         clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C)
 
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, limits, selected_ptr, num_seqs, kv_heads)
+    batch = Batch(
+        starts_ptr, lens_ptr, is_causal_ptr, limits, selected_tokens_ptr, num_seqs, kv_heads
+    )
     total = line_length(batch, C)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), C.MIN_SHARE)
-    place = program * share
-    stop = tl.minimum(place + share, total)
+    tile_number = program * share
+    stop = tl.minimum(tile_number + share, total)
     slot = 2 * program
-    while place < stop:
-        b, begin = sequence_at(place, batch, C)
+    while tile_number < stop:
+        b, first_tile = sequence_at(tile_number, batch, C)
         count, sight, start, end, row_tiles, tiles = sequence_tiles(b, b < num_seqs, batch, C)
-        item = (place - begin) // tiles
-        skip = (place - begin) % tiles
+        item = (tile_number - first_tile) // tiles
+        skip = (tile_number - first_tile) % tiles
         head = item // row_tiles
-        steps = tl.minimum(tiles - skip, stop - place)
+        steps = tl.minimum(tiles - skip, stop - tile_number)
 
         first_row = item % row_tiles * C.ROWS
         first_token = tl.load(starts_ptr + b)
-        row, real, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
+        row, real, query_head, out_row = rows_at(first_token, first_row, count, head, kv_heads, C)
         first = sight.seq_len - count
         rows = load_rows(
-            query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,
-            first, head, C,
+            query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, out_row,
+            first_token, first, head, C,
         )  # fmt: skip
         pool = pool_of(arrays, b, width, head, C)
         m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
-        begin = start // C.TILE * C.TILE + skip * C.TILE
-        after = tl.where(end > start, begin + steps * C.TILE, begin)
+        first_key = start // C.TILE * C.TILE + skip * C.TILE
+        after = tl.where(end > start, first_key + steps * C.TILE, first_key)
         # Every id that the sequence uses is in some program's run, and NaN stays in the sum.
-        bad = names_no_block(pool, tl.maximum(begin, start), tl.minimum(after, end), C)
+        bad = names_no_block(pool, tl.maximum(first_key, start), tl.minimum(after, end), C)
         l = tl.where(bad, float("nan"), l)
-        for token in tl.range(begin, after, C.TILE, num_stages=C.LOOP_STAGES):
+        for token in tl.range(first_key, after, C.TILE, num_stages=C.LOOP_STAGES):
             m, l, acc0, acc1, added = step(
                 m, l, acc0, acc1, added, rows, pool, token, start, end, sight, True, C
             )
@@ -212,31 +217,31 @@ def decode(
         # The rows a second time, from a number that is loaded again, or the compiler would keep
         # them over the loop, in registers that the accumulators need.
         again = tl.load(starts_ptr + b, volatile=True)
-        _, real, query_head, at = rows_at(
+        _, real, query_head, out_row = rows_at(
             again, first_row + (again - first_token), count, head, kv_heads, C
         )
-        place_in_tile = tl.arange(0, C.ROWS)
+        row_in_tile = tl.arange(0, C.ROWS)
         if steps == tiles:
             sinks = l
             if C.HAS_SINKS:
-                sinks = load_sinks(sinks_ptr, query_head, at, real, C)
+                sinks = load_sinks(sinks_ptr, query_head, out_row, real, C)
             factor, lse = finish(m, l, sinks, C.HAS_SINKS)
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
             broken = sight.seq_len < 0
-            finish_rows(out_ptr, lse_ptr, at, real, factor, lse, acc0, acc1, broken, C)
+            finish_rows(out_ptr, lse_ptr, out_row, real, factor, lse, acc0, acc1, broken, C)
         else:
-            store_rows(acc_ptr, slot.to(tl.int64) * C.ROWS + place_in_tile, real, acc0, acc1, C)
-            tl.store(ml_ptr + slot * 2 * C.ROWS + place_in_tile, m, mask=real)
-            tl.store(ml_ptr + (slot * 2 + 1) * C.ROWS + place_in_tile, l, mask=real)
-        place += steps
+            store_rows(acc_ptr, slot.to(tl.int64) * C.ROWS + row_in_tile, real, acc0, acc1, C)
+            tl.store(ml_ptr + slot * 2 * C.ROWS + row_in_tile, m, mask=real)
+            tl.store(ml_ptr + (slot * 2 + 1) * C.ROWS + row_in_tile, l, mask=real)
+        tile_number += steps
         slot = 2 * program + 1
 
 
 @triton.jit
 def merge_splits(
-    sequences_ptr, is_causal_ptr, window_ptr, chunk_ptr, sinks_ptr, selected_ptr, v_scale_ptr,
-    acc_ptr, ml_ptr, out_in_ptr, lse_in_ptr,
+    sequences_ptr, is_causal_ptr, sliding_window_ptr, attention_chunk_size_ptr, sinks_ptr,
+    selected_tokens_ptr, v_scale_ptr, acc_ptr, ml_ptr, out_in_ptr, lse_in_ptr,
     num_seqs, kv_heads, num_programs,
     out_ptr, lse_ptr,
     C: tl.constexpr,
@@ -249,39 +254,41 @@ def merge_splits(
     """
     program = tl.program_id(0) + 1
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
-    limits = load_limits(window_ptr, chunk_ptr, C)
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, limits, selected_ptr, num_seqs, kv_heads)
+    limits = load_limits(sliding_window_ptr, attention_chunk_size_ptr, C)
+    batch = Batch(
+        starts_ptr, lens_ptr, is_causal_ptr, limits, selected_tokens_ptr, num_seqs, kv_heads
+    )
     total = line_length(batch, C)
     share = tl.maximum((total + num_programs - 1) // num_programs, C.MIN_SHARE)
-    place = program * share
-    if place < total:
-        b, begin = sequence_at(place, batch, C)
+    tile_number = program * share
+    if tile_number < total:
+        b, first_tile = sequence_at(tile_number, batch, C)
         count, _, _, _, row_tiles, tiles = sequence_tiles(b, b < num_seqs, batch, C)
-        item = (place - begin) // tiles
-        first_tile = begin + item * tiles
-        first_row = tl.program_id(1) * C.MERGE_ROWS
-        first_live = item % row_tiles * C.ROWS + first_row
-        first = (first_tile < place) & (first_tile >= place - share)
-        if first & (first_live < count * C.GROUP):
-            in_tile = first_row + tl.arange(0, C.MERGE_ROWS)
-            row = item % row_tiles * C.ROWS + in_tile
-            live = row < count * C.GROUP
+        item = (tile_number - first_tile) // tiles
+        item_tile = first_tile + item * tiles
+        first_in_tile = tl.program_id(1) * C.MERGE_ROWS
+        first_row = item % row_tiles * C.ROWS + first_in_tile
+        is_first = (item_tile < tile_number) & (item_tile >= tile_number - share)
+        if is_first & (first_row < count * C.GROUP):
+            row_in_tile = first_in_tile + tl.arange(0, C.MERGE_ROWS)
+            row = item % row_tiles * C.ROWS + row_in_tile
+            real = row < count * C.GROUP
             head = item // row_tiles
             dims = tl.arange(0, C.V_ALL)
             # Program p - 1 begins with this item, or comes to it last; the others begin in it.
-            earliest = 2 * (program - 1) + (first_tile > place - share).to(tl.int32)
-            splits = (first_tile + tiles - 1) // share - program + 2
+            earliest = 2 * (program - 1) + (item_tile > tile_number - share).to(tl.int32)
+            splits = (item_tile + tiles - 1) // share - program + 2
             m = tl.full((C.MERGE_ROWS,), float("-inf"), tl.float32)
             l = tl.zeros((C.MERGE_ROWS,), tl.float32)
             acc = tl.zeros((C.MERGE_ROWS, C.V_ALL), tl.float32)
-            for at in range(0, splits, SPLITS_AT_A_TIME):
-                split = at + tl.arange(0, SPLITS_AT_A_TIME)
-                there = (split < splits)[:, None] & live[None, :]
+            for chunk_start in range(0, splits, SPLITS_AT_A_TIME):
+                split = chunk_start + tl.arange(0, SPLITS_AT_A_TIME)
+                there = (split < splits)[:, None] & real[None, :]
                 slot = tl.where(split == 0, earliest, 2 * (program - 1 + split))
-                ml = ml_ptr + (slot * 2 * C.ROWS)[:, None] + in_tile[None, :]
+                ml = ml_ptr + (slot * 2 * C.ROWS)[:, None] + row_in_tile[None, :]
                 split_m = tl.load(ml, mask=there, other=float("-inf"))
                 split_l = tl.load(ml + C.ROWS, mask=there, other=0.0)
-                state = (slot.to(tl.int64) * C.ROWS)[:, None] + in_tile[None, :]
+                state = (slot.to(tl.int64) * C.ROWS)[:, None] + row_in_tile[None, :]
                 split_acc = tl.load(
                     acc_ptr + state[:, :, None] * C.V + dims[None, None, :],
                     mask=there[:, :, None] & (dims < C.V)[None, None, :], other=0.0,
@@ -289,14 +296,14 @@ def merge_splits(
                 m, l, acc = merge(m, l, acc, split_m, split_l, split_acc)
             query_head = head * C.GROUP + row % C.GROUP
             token = tl.load(starts_ptr + b) + row // C.GROUP
-            at_row = token.to(tl.int64) * (kv_heads * C.GROUP) + query_head
+            out_row = token.to(tl.int64) * (kv_heads * C.GROUP) + query_head
             sinks = l
             if C.HAS_SINKS:
-                sinks = load_sinks(sinks_ptr, query_head, at_row, live, C)
+                sinks = load_sinks(sinks_ptr, query_head, out_row, real, C)
             factor, lse = finish(m, l, sinks, C.HAS_SINKS)
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
             out = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
-            written = live[:, None] & (dims < C.V)[None, :]
-            tl.store(out_ptr + at_row[:, None] * C.V + dims[None, :], out, mask=written)
-            tl.store(lse_ptr + at_row, lse, mask=live)
+            written = real[:, None] & (dims < C.V)[None, :]
+            tl.store(out_ptr + out_row[:, None] * C.V + dims[None, :], out, mask=written)
+            tl.store(lse_ptr + out_row, lse, mask=real)

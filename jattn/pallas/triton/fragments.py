@@ -233,11 +233,11 @@ def lengths_and_starts(sequences_ptr, num_seqs):
 
 @triton.jit
 def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
-    """`(row, real, query_head, place)` of a tile's rows; `place` counts rows of [T, H], int64."""
+    """`(row, real, query_head, out_row)` of a tile's rows; `out_row` int64, a row of [T, H]."""
     row = first_row + tl.arange(0, C.ROWS)
     query_head = head * C.GROUP + row % C.GROUP
-    place = (first_token + row // C.GROUP).to(tl.int64) * (kv_heads * C.GROUP) + query_head
-    return row, row < count * C.GROUP, query_head, place
+    out_row = (first_token + row // C.GROUP).to(tl.int64) * (kv_heads * C.GROUP) + query_head
+    return row, row < count * C.GROUP, query_head, out_row
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def row_exponent(x0, x1, D1: tl.constexpr):
 
 
 @triton.jit
-def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constexpr):
+def load_queries(query_ptr, k_scale_ptr, scale, out_row, real, head, C: tl.constexpr):
     """`(q0, q1, total, row_scale)` of a tile's rows, as operands of a dot; zeros where not `real`.
 
     q1 is unused where C.D1 is 0, and `total`, the sum of a row's numbers, without zero points of
@@ -262,12 +262,12 @@ def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constex
     """
     dims = tl.arange(0, C.D0)
     mask = real[:, None] & (dims < C.D)[None, :]
-    q0 = tl.load(query_ptr + place[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
+    q0 = tl.load(query_ptr + out_row[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
     q1 = q0
     if C.D1 > 0:
         dims = C.D0 + tl.arange(0, C.D1)
         mask = real[:, None] & (dims < C.D)[None, :]
-        q1 = tl.load(query_ptr + place[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
+        q1 = tl.load(query_ptr + out_row[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
         q1 = in_order_of_codes(q1, C.K_PER_WORD)
     q0 = in_order_of_codes(q0, C.K_PER_WORD)
     row_scale = tl.zeros((C.ROWS,), tl.float32) + scale
@@ -295,7 +295,7 @@ def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constex
 
 @triton.jit
 def load_rows(
-    query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, place, first_token,
+    query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, out_row, first_token,
     first, head, C: tl.constexpr,
 ):  # fmt: skip
     """The `Rows` of a tile.
@@ -303,11 +303,11 @@ def load_rows(
     Args:
       terms: `Terms`, as arrays.
       scale: in base 2.
-      row, real, query_head, place: from `rows_at`, `real` without padding.
+      row, real, query_head, out_row: from `rows_at`, `real` without padding.
       first_row: of the tile.
       first_token, first: the sequence's first query token, and its position.
     """
-    q0, q1, total, row_scale = load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C)
+    q0, q1, total, row_scale = load_queries(query_ptr, k_scale_ptr, scale, out_row, real, head, C)
     index = row // C.GROUP
     token = first_token + index
     positions = first + index
@@ -336,12 +336,12 @@ def load_rows(
 
 
 @triton.jit
-def load_sinks(ptr, query_head, place, mask, C: tl.constexpr):
+def load_sinks(ptr, query_head, out_row, real, C: tl.constexpr):
     """Of each row, by its query head, or by its token as well."""
-    at = query_head
+    index = query_head
     if C.SINKS_PER_TOKEN:
-        at = place
-    return tl.load(ptr + at, mask=mask, other=float("-inf"))
+        index = out_row
+    return tl.load(ptr + index, mask=real, other=float("-inf"))
 
 
 @triton.jit
@@ -369,10 +369,10 @@ def keys_seen(rows, k_pos, nearest, last, sight, C: tl.constexpr):
 
 
 @triton.jit
-def store_rows(ptr, place, real, x0, x1, C: tl.constexpr):
-    """Write rows `(x0, x1)` to `place` of [..., V], those that are `real`."""
+def store_rows(ptr, out_row, real, x0, x1, C: tl.constexpr):
+    """Write `(x0, x1)` to rows `out_row` of [..., V], those that are `real`."""
     dtype = ptr.dtype.element_ty
-    to = ptr + place[:, None] * C.V
+    to = ptr + out_row[:, None] * C.V
     dims = tl.arange(0, C.V0)
     tl.store(to + dims[None, :], x0.to(dtype), mask=real[:, None] & (dims < C.V)[None, :])
     if C.V1 > 0:
@@ -401,16 +401,16 @@ def both_columns_of(acc0, acc1, added, C: tl.constexpr):
 
 @triton.jit
 def finish_rows(
-    out_ptr, lse_ptr, place, real, factor, lse, acc0, acc1, broken, C: tl.constexpr
+    out_ptr, lse_ptr, out_row, real, factor, lse, acc0, acc1, broken, C: tl.constexpr
 ):  # fmt: skip
-    """Write the rows `(acc0, acc1)` times `factor` and their lse to `place`; NaN where `broken`."""
+    """Write `(acc0, acc1)` times `factor` and the lse to rows `out_row`; NaN where `broken`."""
     factor = tl.where(broken, float("nan"), factor)
     lse = tl.where(broken, float("nan"), lse)
     acc0 = acc0 * factor[:, None]
     if C.V1 > 0:
         acc1 = acc1 * factor[:, None]
-    store_rows(out_ptr, place, real, acc0, acc1, C)
-    tl.store(lse_ptr + place, lse, mask=real)
+    store_rows(out_ptr, out_row, real, acc0, acc1, C)
+    tl.store(lse_ptr + out_row, lse, mask=real)
 
 
 @triton.jit
@@ -428,21 +428,23 @@ def step(
     """
     tokens = token + tl.arange(0, C.TILE)
     inside = (tokens >= start) & (tokens < end)
-    at = offsets_of(pool, token, start, end, C.K_BLOCK_STRIDE, C.K_TOKEN_STRIDE, C)
-    k0 = load_part(pool.k, at, inside, 0, C.D0, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE)
+    offsets = offsets_of(pool, token, start, end, C.K_BLOCK_STRIDE, C.K_TOKEN_STRIDE, C)
+    k0 = load_part(
+        pool.k, offsets, inside, 0, C.D0, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE
+    )
     dots = tl.dot(rows.q0, tl.trans(k0), input_precision="ieee")
     if C.D1 > 0:
         k1 = load_part(
-            pool.k, at, inside, C.D0, C.D1, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE
+            pool.k, offsets, inside, C.D0, C.D1, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE
         )
         dots = tl.dot(rows.q1, tl.trans(k1), dots, input_precision="ieee")
     if C.K_SCALED:
-        each = offsets_of(
+        scale_offsets = offsets_of(
             pool, token, start, end, C.K_SCALE_BLOCK_STRIDE, C.K_SCALE_TOKEN_STRIDE, C
         )
-        dots = dots * load_each(pool.k.scale, each, inside, MASKED)[None, :]
+        dots = dots * load_each(pool.k.scale, scale_offsets, inside, MASKED)[None, :]
         if C.K_ZERO:
-            zero = load_each(pool.k.zero, each, inside, MASKED)
+            zero = load_each(pool.k.zero, scale_offsets, inside, MASKED)
             dots = dots + rows.total[:, None] * zero[None, :]
     k_pos = positions_of(pool, token, start, end, C)
     nearest = token
@@ -459,21 +461,23 @@ def step(
     # A bias may be -inf where nothing is masked.
     m, l, p, shrink = update(m, l, x, factor, MASKED or C.BIAS_COLUMNS > 0)
     if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:
-        at = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
+        offsets = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
     if C.V_SCALED:
-        each = offsets_of(
+        scale_offsets = offsets_of(
             pool, token, start, end, C.V_SCALE_BLOCK_STRIDE, C.V_SCALE_TOKEN_STRIDE, C
         )
         if C.V_ZERO:
-            zero = load_each(pool.v.zero, each, inside, MASKED)
+            zero = load_each(pool.v.zero, scale_offsets, inside, MASKED)
             added = added * shrink + tl.sum(p * zero[None, :], axis=1)
-        p = p * load_each(pool.v.scale, each, inside, MASKED)[None, :]
+        p = p * load_each(pool.v.scale, scale_offsets, inside, MASKED)[None, :]
     p = p.to(C.PV_DTYPE)
-    v0 = load_part(pool.v, at, inside, 0, C.V0, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE)
+    v0 = load_part(
+        pool.v, offsets, inside, 0, C.V0, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE
+    )
     acc0 = tl.dot(p, v0, acc0 * shrink[:, None], input_precision="ieee")
     if C.V1 > 0:
         v1 = load_part(
-            pool.v, at, inside, C.V0, C.V1, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE
+            pool.v, offsets, inside, C.V0, C.V1, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE
         )
         acc1 = tl.dot(p, v1, acc1 * shrink[:, None], input_precision="ieee")
     return m, l, acc0, acc1, added

@@ -137,6 +137,7 @@ class Launch:
       kernel: a name in `Kernels`.
       inputs: names of buffers: operands of the call, or outputs of earlier launches. An operand
         that the call does not have is replaced by another one, which the kernel does not read.
+        Arguments bind by position: a test compares these names with the kernel's parameters.
       numbers: integers, after the inputs.
       outputs: `(name, shape, dtype)`, after the numbers.
       aliases: which input each output continues, as indices.

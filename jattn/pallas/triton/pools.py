@@ -89,8 +89,8 @@ def selected_range(pool, num_selected, start, end, C: tl.constexpr):
     before = tl.zeros((IDS_AT_A_TIME,), tl.int32)
     below = tl.zeros((IDS_AT_A_TIME,), tl.int32)
     count = (num_selected + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
-    for at in range(0, count, IDS_AT_A_TIME):
-        entry = at + tl.arange(0, IDS_AT_A_TIME)
+    for chunk_start in range(0, count, IDS_AT_A_TIME):
+        entry = chunk_start + tl.arange(0, IDS_AT_A_TIME)
         there = entry < count
         columns = tl.load(pool.columns + entry, mask=there, other=0)
         before += (there & (columns < start // C.BLOCK_SIZE)).to(tl.int32)
@@ -133,8 +133,8 @@ def names_no_block(pool, start, end, C: tl.constexpr):
     first = start // C.BLOCK_SIZE
     after = tl.where(end > start, (tl.maximum(end, 1) - 1) // C.BLOCK_SIZE + 1, first)
     found = tl.zeros((IDS_AT_A_TIME,), tl.int32)
-    for at in range(first, after, IDS_AT_A_TIME):
-        entry = at + tl.arange(0, IDS_AT_A_TIME)
+    for chunk_start in range(first, after, IDS_AT_A_TIME):
+        entry = chunk_start + tl.arange(0, IDS_AT_A_TIME)
         ids = tl.load(pool.table + entry, mask=entry < after, other=0)
         found = found | ((ids < 0) | (ids >= pool.num_blocks)).to(tl.int32)
     return tl.max(found, axis=0) > 0

@@ -44,11 +44,11 @@ from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits
 def sequence_of(number, starts_ptr, num_seqs, C: tl.constexpr):
     """The sequence that has the tile of a number; `num_seqs` for padding."""
     known = 0
-    for chunk in range(0, num_seqs + 1, C.PLAN):
-        some = chunk + tl.arange(0, C.PLAN)
-        inside = some <= num_seqs
-        starts = tl.load(starts_ptr + some, mask=inside, other=0)
-        first_number = starts * C.GROUP // C.ROWS + some
+    for chunk_start in range(0, num_seqs + 1, C.PLAN):
+        b = chunk_start + tl.arange(0, C.PLAN)
+        inside = b <= num_seqs
+        starts = tl.load(starts_ptr + b, mask=inside, other=0)
+        first_number = starts * C.GROUP // C.ROWS + b
         known += tl.sum((inside & (first_number <= number)).to(tl.int32), axis=0)
     return known - 1
 
@@ -102,9 +102,10 @@ def keys_of(rows, first_row, count, padding, sight, pool, num_selected, C: tl.co
 
 @triton.jit
 def prefill(
-    query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr,
-    columns_ptr, selected_ptr, k_scale_ptr, v_scale_ptr,
+    query_ptr, key_cache_ptr, value_cache_ptr, block_tables_ptr, sequences_ptr, scale_ptr,
+    is_causal_ptr, sliding_window_ptr, attention_chunk_size_ptr, logits_soft_cap_ptr, sinks_ptr,
+    alibi_slopes_ptr, relative_bias_ptr, visible_end_ptr, tree_mask_ptr, selected_columns_ptr,
+    selected_tokens_ptr, k_scale_ptr, v_scale_ptr,
     key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
     value_zeros_ptr,
     out_in_ptr, lse_in_ptr,
@@ -125,33 +126,35 @@ def prefill(
         number, b, starts_ptr, num_tokens, num_seqs, False, C
     )
     if (first_row < count * C.GROUP) & (padding | (count > C.MAX_QUERIES)):
-        row, mine, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
+        row, real, query_head, out_row = rows_at(first_token, first_row, count, head, kv_heads, C)
         known_b = tl.minimum(b, num_seqs - 1)
         seq_len = tl.load(lens_ptr + known_b)
         causal = 1
         if C.CAUSAL == 2:
             causal = tl.load(is_causal_ptr + known_b).to(tl.int32)
-        limits = load_limits(window_ptr, chunk_ptr, C)
+        limits = load_limits(sliding_window_ptr, attention_chunk_size_ptr, C)
         arrays = Pool(
-            Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
-            Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
-            tables_ptr,
-            columns_ptr,
+            Stored(key_cache_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
+            Stored(value_cache_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
+            block_tables_ptr,
+            selected_columns_ptr,
             num_blocks,
         )
         pool = pool_of(arrays, known_b, width, head, C)
         scale = tl.load(scale_ptr) * LOG2E
         first = seq_len - count
-        terms = Terms(cap_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr)
-        real = mine & (b < num_seqs)
+        terms = Terms(
+            logits_soft_cap_ptr, alibi_slopes_ptr, relative_bias_ptr, visible_end_ptr, tree_mask_ptr
+        )
+        is_query = real & (b < num_seqs)  # rows of padding are none
         rows = load_rows(
-            query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,
-            first, head, C,
+            query_ptr, k_scale_ptr, terms, scale, row, first_row, is_query, query_head, out_row,
+            first_token, first, head, C,
         )  # fmt: skip
         sight = SequenceSight(seq_len, causal, limits, 0)
         num_selected = 0
         if C.SELECTED:
-            num_selected = tl.load(selected_ptr + known_b)
+            num_selected = tl.load(selected_tokens_ptr + known_b)
         start, end, begin, whole_from, whole_to, stop = keys_of(
             rows, first_row, count, padding, sight, pool, num_selected, C
         )
@@ -193,12 +196,12 @@ def prefill(
         )
         known_len = tl.load(lens_ptr + tl.minimum(b, num_seqs - 1), volatile=True)
         broken = (known_len < 0) & (b < num_seqs)
-        _, mine, query_head, at = rows_at(again, first_row, count, head, kv_heads, C)
+        _, real, query_head, out_row = rows_at(again, first_row, count, head, kv_heads, C)
         sinks = l
         if C.HAS_SINKS:
             # Rows of padding have none, and see nothing.
-            sinks = load_sinks(sinks_ptr, query_head, at, mine & (b < num_seqs), C)
+            sinks = load_sinks(sinks_ptr, query_head, out_row, real & (b < num_seqs), C)
         factor, lse = finish(m, l, sinks, C.HAS_SINKS)
         if C.HAS_V_SCALE:
             factor = factor * tl.load(v_scale_ptr + head)
-        finish_rows(out_ptr, lse_ptr, at, mine, factor, lse, acc0, acc1, broken, C)
+        finish_rows(out_ptr, lse_ptr, out_row, real, factor, lse, acc0, acc1, broken, C)
