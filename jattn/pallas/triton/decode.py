@@ -33,12 +33,11 @@ from jattn.pallas.triton.fragments import (
     Terms,
     both_columns_of,
     empty,
-    finish,
+    factor_and_lse,
     finish_rows,
     lengths_and_starts,
     limit_registers,
     load_rows,
-    load_sinks,
     merge,
     rows_at,
     step,
@@ -222,12 +221,9 @@ def decode(
         )
         row_in_tile = tl.arange(0, C.ROWS)
         if steps == tiles:
-            sinks = l
-            if C.HAS_SINKS:
-                sinks = load_sinks(sinks_ptr, query_head, out_row, real, C)
-            factor, lse = finish(m, l, sinks, C.HAS_SINKS)
-            if C.HAS_V_SCALE:
-                factor = factor * tl.load(v_scale_ptr + head)
+            factor, lse = factor_and_lse(
+                m, l, sinks_ptr, v_scale_ptr, head, query_head, out_row, real, C
+            )
             broken = sight.seq_len < 0
             finish_rows(out_ptr, lse_ptr, out_row, real, factor, lse, acc0, acc1, broken, C)
         else:
@@ -297,12 +293,9 @@ def merge_splits(
             query_head = head * C.GROUP + row % C.GROUP
             token = tl.load(starts_ptr + b) + row // C.GROUP
             out_row = token.to(tl.int64) * (kv_heads * C.GROUP) + query_head
-            sinks = l
-            if C.HAS_SINKS:
-                sinks = load_sinks(sinks_ptr, query_head, out_row, real, C)
-            factor, lse = finish(m, l, sinks, C.HAS_SINKS)
-            if C.HAS_V_SCALE:
-                factor = factor * tl.load(v_scale_ptr + head)
+            factor, lse = factor_and_lse(
+                m, l, sinks_ptr, v_scale_ptr, head, query_head, out_row, real, C
+            )
             out = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
             written = real[:, None] & (dims < C.V)[None, :]
             tl.store(out_ptr + out_row[:, None] * C.V + dims[None, :], out, mask=written)

@@ -10,7 +10,7 @@ program takes.
     lengths_and_starts                       of all sequences, which come in one array
     rows_at, load_queries, load_rows         the rows of a tile
     keys_seen                                which keys of a tile they see, and at what positions
-    store_rows, finish_rows                  their results
+    factor_and_lse, store_rows, finish_rows  their results
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
 
@@ -342,6 +342,20 @@ def load_sinks(ptr, query_head, out_row, real, C: tl.constexpr):
     if C.SINKS_PER_TOKEN:
         index = out_row
     return tl.load(ptr + index, mask=real, other=float("-inf"))
+
+
+@triton.jit
+def factor_and_lse(
+    m, l, sinks_ptr, v_scale_ptr, head, query_head, out_row, real, C: tl.constexpr
+):  # fmt: skip
+    """`finish` of a tile's rows, with their sinks and the scale of values."""
+    sinks = l
+    if C.HAS_SINKS:
+        sinks = load_sinks(sinks_ptr, query_head, out_row, real, C)
+    factor, lse = finish(m, l, sinks, C.HAS_SINKS)
+    if C.HAS_V_SCALE:
+        factor = factor * tl.load(v_scale_ptr + head)
+    return factor, lse
 
 
 @triton.jit

@@ -28,11 +28,10 @@ from jattn.pallas.triton.fragments import (
     Terms,
     both_columns_of,
     empty,
-    finish,
+    factor_and_lse,
     finish_rows,
     lengths_and_starts,
     load_rows,
-    load_sinks,
     rows_at,
     step,
 )
@@ -197,11 +196,8 @@ def prefill(
         known_len = tl.load(lens_ptr + tl.minimum(b, num_seqs - 1), volatile=True)
         broken = (known_len < 0) & (b < num_seqs)
         _, real, query_head, out_row = rows_at(again, first_row, count, head, kv_heads, C)
-        sinks = l
-        if C.HAS_SINKS:
-            # Rows of padding have none, and see nothing.
-            sinks = load_sinks(sinks_ptr, query_head, out_row, real & (b < num_seqs), C)
-        factor, lse = finish(m, l, sinks, C.HAS_SINKS)
-        if C.HAS_V_SCALE:
-            factor = factor * tl.load(v_scale_ptr + head)
+        is_query = real & (b < num_seqs)  # rows of padding have no sinks, and see nothing
+        factor, lse = factor_and_lse(
+            m, l, sinks_ptr, v_scale_ptr, head, query_head, out_row, is_query, C
+        )
         finish_rows(out_ptr, lse_ptr, out_row, real, factor, lse, acc0, acc1, broken, C)
