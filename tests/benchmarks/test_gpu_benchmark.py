@@ -192,7 +192,9 @@ def test_readers_read_every_word():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize(
+    "implementation", ["triton", pytest.param("mosaic_gpu", marks=pytest.mark.newer)]
+)
 def test_calls_are_timed_in_one_graph(implementation, tmp_path):
     """The calls on all copies are commands of one buffer, with nothing between them."""
     ptx_kernels.needs_compiler()

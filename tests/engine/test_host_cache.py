@@ -300,6 +300,7 @@ def test_blocks_return_to_the_devices_of_a_mesh():
     assert processes.python(ON_A_MESH, JAX_NUM_CPU_DEVICES="4") == "all came back"
 
 
+@pytest.mark.newer
 @pytest.mark.extended
 def test_blocks_return_to_the_devices_of_two_processes():
     address = f"127.0.0.1:{free_port()}"

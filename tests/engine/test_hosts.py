@@ -108,6 +108,7 @@ KILLED = signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20
 STOPPED = signal.SIGSTOP, 5, 1.5 * 5 + 3
 
 
+@pytest.mark.newer
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("dies", "number", "heartbeat", "most"),
@@ -295,6 +296,7 @@ def test_a_group_that_is_told_to_end_finishes_its_requests():
             process.communicate()
 
 
+@pytest.mark.newer
 @pytest.mark.extended
 def test_processes_that_were_told_differently_do_not_start():
     command = [sys.executable, "-m", "examples.engine.serve", "--mesh", "tensor=2"]

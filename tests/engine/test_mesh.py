@@ -48,6 +48,7 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     }
 
 
+@pytest.mark.newer
 @pytest.mark.parametrize(
     "name",
     checkpoints.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny")),
@@ -102,6 +103,7 @@ def test_latents_are_dealt_out():
     on_eight_devices('check_tokens("deepseek-v3-tiny", "tensor=2,context=2")')
 
 
+@pytest.mark.newer
 @pytest.mark.extended
 def test_context_parallel_merges_the_parts_of_every_device():
     """Sinks, windows (whole on each) and layers that see everything (dealt out); with tensor too.

@@ -23,7 +23,7 @@ if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu.decode import plan as mosaic_plan
     from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_decode_tiles
 
-pytestmark = mosaic_cases.needs_mosaic
+pytestmark = [mosaic_cases.needs_mosaic, pytest.mark.newer]
 ROW = implementations.BY_NAME["mosaic_gpu"].row
 
 EVERYTHING = frozenset(ROW.options) - {"not_causal"}

@@ -40,6 +40,7 @@ def _has_compiler() -> bool:
 
 pytestmark = [
     mosaic_cases.needs_mosaic,
+    pytest.mark.newer,
     pytest.mark.skipif(
         mosaic_cases.NEW_ENOUGH and not _has_compiler(),
         reason="no CUDA compiler: pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc",

@@ -25,7 +25,7 @@ if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu.prefill import wide as mosaic_prefill_wide
     from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
-pytestmark = mosaic_cases.needs_mosaic
+pytestmark = [mosaic_cases.needs_mosaic, pytest.mark.newer]
 
 
 def problem(**changes):

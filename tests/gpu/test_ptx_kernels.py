@@ -306,6 +306,7 @@ def _mosaic_marks(name):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.rotated
 @pytest.mark.parametrize(
     "given",
@@ -327,6 +328,7 @@ def test_mosaic(given):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.extended
 def test_two_consumers_reduce_one_after_the_other(monkeypatch):
     """Mosaic gives a block memory for one reduction over its warps at a time."""
@@ -350,6 +352,7 @@ def test_two_consumers_reduce_one_after_the_other(monkeypatch):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.extended
 @pytest.mark.parametrize(("times", "format"), [(-0.7, "bfloat16"), (0.0, "fp8_e4m3")])
 def test_scales_that_are_not_positive(times, format):
@@ -360,6 +363,7 @@ def test_scales_that_are_not_positive(times, format):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.extended
 @pytest.mark.parametrize("group", [8, 64])
 def test_mosaic_judges_ids(group):
@@ -374,6 +378,7 @@ def test_mosaic_judges_ids(group):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.parametrize(
     "size",
     [
@@ -398,6 +403,7 @@ def test_boxes_lie_where_copies_may_begin(size):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @pytest.mark.extended
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 @pytest.mark.parametrize("name", MOSAIC_CASES)
@@ -528,6 +534,7 @@ def test_ids_are_asked_for_several_at_a_time(mosaic_kernel):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.newer
 @plantings(MOSAIC_PLANTED)
 def test_mistakes_in_a_mosaic_kernel(mosaic_kernel, name, most):
     def run(text, reached):
