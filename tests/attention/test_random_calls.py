@@ -11,14 +11,10 @@ import os
 import numpy as np
 import pytest
 
-from jattn import implementations
-from tests.support import budget, dense, problems, random_calls
+from tests.support import budget, dense, problems, random_calls, rows
 
 MANY = int(os.environ.get("JATTN_RANDOM_CALLS", "24"))
-ROWS = [
-    row for row in implementations.ROWS if not row.missing() and row.implementation != "reference"
-]
-ROW_OF = {row.implementation: row for row in implementations.ROWS}
+ROW_OF = {row.implementation: row for row in rows.here(oracle=True)}
 
 
 def check(
@@ -32,21 +28,20 @@ def check(
         raise AssertionError(f"seed {seed}: {problem}\n{error}") from error
 
 
-@pytest.mark.parametrize("case", ROWS, ids=lambda row: row.implementation)
 @pytest.mark.parametrize("seed", range(2))
-def test_random_calls(case, seed):
-    check(case, seed)
+def test_random_calls(each_row, seed):
+    check(each_row, seed)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.implementation)
+@pytest.mark.parametrize("row", rows.here(), ids=lambda row: row.implementation)
 @pytest.mark.parametrize("seed", range(2, MANY))
 def test_more_random_calls(row, seed):
     check(row, seed)
 
 
 @pytest.mark.extended
-@pytest.mark.skipif("native" not in {row.implementation for row in ROWS}, reason="no library")
+@pytest.mark.skipif("native" not in ROW_OF, reason="no library")
 @pytest.mark.parametrize("seed", range(MANY))
 def test_calls_whose_keys_are_split(seed):
     """Long sequences, many heads and large head sizes: the native kernel divides and merges.
