@@ -20,6 +20,7 @@ from unittest import mock
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import shared_memory
 from benchmarks.gpu.rows import Row, row_of
 from benchmarks.workloads import Workload
 from jattn import call as calls
@@ -72,7 +73,7 @@ def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tile
         tiles
         for tiles in found
         if tiles.rows * width <= ACCUMULATOR * 32 * tiles.warps
-        and tiles.per_core * triton_tiles.shared_bytes(call, tiles) <= gpu.block_shared
+        and tiles.per_core * shared_memory.shared_bytes(call, tiles) <= gpu.block_shared
     ]
     sizes = dataclasses.astuple(rule)
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import shared_memory
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import triton_tiles as model
 from benchmarks.gpu import tune as gpu_tune
@@ -18,7 +19,6 @@ from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import Case
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
-from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
 from tests.support import ptx_kernels
 
@@ -49,7 +49,7 @@ def test_candidates(w):
     ]
     assert changes == sorted(changes)
     assert set(changes) >= {0, 1, 2}
-    assert all(triton_tiles.shared_bytes(call, t) <= H200.block_shared for t in found)
+    assert all(shared_memory.shared_bytes(call, t) <= H200.block_shared for t in found)
     assert any(t.per_core != rule.per_core for t in found) == (kernel == "decode")
 
 
@@ -214,5 +214,5 @@ def test_the_tables_of_tiles_are_the_rule_s(sm):
         assert row[:6] + row[10:] == model.said(case, gpu), case.label
         assert row[7] == "0", case.label
         if sm == 80:  # where `shared_bytes` says the most
-            needed = triton_tiles.shared_bytes(case.call(), model.rule(case.call(), gpu)[row[0]])
+            needed = shared_memory.shared_bytes(case.call(), model.rule(case.call(), gpu)[row[0]])
             assert int(row[8].replace(",", "")) <= needed, case.label

@@ -25,6 +25,7 @@ from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import loops as gpu_loops
 from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import shared_memory
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import DRAFTED, EVERYTHING, Case, struct
@@ -182,7 +183,7 @@ def check(sm: int, case: Case, spills: int = 0) -> None:
             free = kernel.name == "prefill" or not limit
             assert re.findall(r"\.maxnreg (\d+)", kernel.ptx) == [str(limit)][free:], said
             if UNITS[sm] == ("mma", "mma"):
-                counted = triton_tiles.shared_bytes(case.call(), tiles[kernel.name])
+                counted = shared_memory.shared_bytes(case.call(), tiles[kernel.name])
                 assert kernel.shared <= counted, said
 
 
@@ -285,7 +286,7 @@ def test_compiled_where_a_block_has_99_kib(sm, head, group, stored):
         assert kernel.spill_bytes == 0 or kernel.registers == 128, said
         assert kernel.spill_bytes <= 48, said
         if kernel.name != "merge_splits":
-            counted = triton_tiles.shared_bytes(case.call(), tiles[kernel.name])
+            counted = shared_memory.shared_bytes(case.call(), tiles[kernel.name])
             assert kernel.shared <= counted <= gpu_targets.GPUS[sm].block_shared, said
 
 

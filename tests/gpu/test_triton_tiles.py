@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 import jattn
+from benchmarks.gpu import shared_memory
 from jattn import call as calls
 from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import machine
@@ -56,7 +57,7 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
                 triton_tiles.decode_tiles(changed, gpu),
                 triton_tiles.prefill_tiles(changed, gpu),
             ):
-                needed = triton_tiles.shared_bytes(changed, tiles)
+                needed = shared_memory.shared_bytes(changed, tiles)
                 assert needed <= gpu.block_shared, (dtype, format.name, size, group, tiles)
                 largest = max(largest, needed)
     assert largest > 60 * machine.KIB

@@ -1,8 +1,9 @@
-"""Tile sizes of the Triton kernels: the rule that picks them, and the shared memory they need.
+"""Tile sizes of the Triton kernels, and the rule that picks them.
 
 Nothing here was tuned on a GPU yet. The sizes are some that the compiler keeps in registers, picked
-by a model of what they wait for (`benchmarks.gpu.triton_tiles`); tests hold them to no spills, and
-`benchmarks.gpu --part tune` tries others where there is a GPU.
+by a model of what they wait for (`benchmarks.gpu.triton_tiles`); tests hold them to no spills and
+to the shared memory of a block (`benchmarks.gpu.shared_memory`), and `benchmarks.gpu --part tune`
+tries others where there is a GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,6 @@ from jattn.pallas.triton import needs
 # of 2. With fewer keys than these in a table there is little to split.
 CORES_A_TILE = 3
 MANY_KEYS = 2048
-# Bytes that a kernel may need beyond what `shared_bytes` can name. Compiled for sm_80, D = 192 and
-# V = 128 over fp8 needs 128 (triton 3.6.0): what a second buffer of 32 block ids for each of three
-# tiles takes, less the room for reductions, which share memory with buffers no longer in use. The
-# rest is a margin.
-UNNAMED_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +79,11 @@ def parts_of(call: calls.Call, gpu: machine.Machine, size: int) -> tuple[int, in
     Codes are unpacked 256 columns at a time at most, but at 576: with 512 the operands of a product
     take the registers of the accumulators.
     """
-    found = _whole_parts(call, size)
+    found = whole_parts(call, size)
     return (256, 256) if found == (512, 0) and operands_of(call, gpu) in _CODES else found
 
 
-def _whole_parts(call: calls.Call, size: int) -> tuple[int, int]:
+def whole_parts(call: calls.Call, size: int) -> tuple[int, int]:
     """`parts`, but that NVFP4 has 32 columns at least, as it has 32 keys: see `ProductOperands`."""
     found = parts(size)
     grouped = any(format.group for format in (call.key_format, call.value_format))
@@ -398,42 +394,3 @@ def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
     if few and call.table_width * call.block_size >= MANY_KEYS:
         return max(call.max_query_len, machine.DECODE_TOKENS)
     return machine.DECODE_TOKENS
-
-
-def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
-    """Bytes of shared memory that a decode or prefill kernel needs at most, with `mma.sync`.
-
-    That is every GPU but Hopper and the larger Blackwells, whose matrix units read shared memory
-    and want more of it there; they have more than twice as much. Tests hold the compiler to this.
-    """
-    qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
-    query = tiles.rows * sum(_whole_parts(call, call.head_dim)) * qk
-    buffers, widened = [4 * tiles.keys], 0  # block ids
-    if call.num_selected:
-        buffers.append(4 * tiles.keys)  # columns
-    for format, size, dot in (
-        (call.key_format, call.head_dim, qk),
-        (call.value_format, call.value_dim, pv),
-    ):
-        columns = [tiles.keys * part for part in _whole_parts(call, size)]
-        if format.narrow and format.triton_codes != "e5m2":
-            # Unpacked in registers, and multiplied from here.
-            buffers += [count // format.values_per_word for count in columns]
-            widened = max(widened, sum(columns) * dot)
-        else:
-            # What is multiplied in float32 is widened on the way; e5m2 is, in registers.
-            stored = 4 if dot == 4 else format.word_dtype.itemsize
-            buffers += [count * stored for count in columns]
-        if format.group:
-            buffers += [count // format.group for count in columns]
-        if format.per in ("block", "token"):
-            buffers += [4 * tiles.keys] * (1 + format.zero_point)
-    # Without a pipeline one buffer follows another; with it, a loop has all of a step, once for
-    # every stage that is not the load of a block id.
-    copies = max(1, (tiles.stages - 1) // 2)
-    held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
-    weights = tiles.rows * tiles.keys * pv
-    if call.bias_columns:  # numbers of tables, on their way to the threads of their logits
-        weights += (6 if call.tree_words else 2) * tiles.rows * tiles.keys
-    reduced = 4 * tiles.rows * tiles.warps
-    return query + held + widened + weights + reduced + UNNAMED_BYTES
