@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jattn.integrations import sglang_jax
+from jattn.integrations import sglang_jax, versions
 from tests.support import stand_in_sglang
 from tests.support.processes import ROOT
 
@@ -457,5 +457,5 @@ def test_another_version_is_refused(host, monkeypatch):
     host.version = "0.0.2"
     with pytest.raises(ValueError, match=r"sglang-jax: version 0\.0\.2, but must be 0\.1\.0rc0"):
         sglang_jax.install()
-    monkeypatch.setenv(sglang_jax.ANY_VERSION, "1")
+    monkeypatch.setenv(versions.ANY_VERSION, "1")
     sglang_jax.install()

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import logging
-import os
 
 import jax
 
 from jattn import checks
-from jattn.integrations import layer
+from jattn.integrations import layer, versions
 from jattn.integrations.sglang_jax import (
     copies,
     experts,
@@ -44,8 +42,6 @@ from jattn.integrations.sglang_jax import (
 )
 
 TESTED = "0.1.0rc0"
-# Set to 1 to try a version of the host that this module was not tested with.
-ANY_VERSION = "JATTN_ANY_HOST_VERSION"
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +53,8 @@ def install() -> None:
       ImportError: sglang-jax is not installed.
       ValueError: another version than the one this was tested with.
     """
-    found = importlib.metadata.version("sglang-jax")
     with checks.checking("jattn.integrations.sglang_jax.install") as problems:
-        problems.require(
-            found == TESTED or os.environ.get(ANY_VERSION) == "1",
-            "sglang-jax",
-            f"version {found}",
-            f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
-        )
+        versions.check(problems, "sglang-jax", TESTED)
     from sgl_jax.srt.entrypoints import engine
     from sgl_jax.srt.layers.attention import flashattention_backend, mla_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner

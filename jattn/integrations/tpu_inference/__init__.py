@@ -25,17 +25,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jattn.integrations import versions
 from jattn.integrations.layer import attend
 from jattn.integrations.tpu_inference import cpu, latent, linear, processes, requests, routing
 from jattn.integrations.tpu_inference.cpu import enable_cpu
-from jattn.integrations.tpu_inference.refusals import (
-    ANY_VERSION,
-    NAME,
-    TESTED,
-    check,
-    host_version,
-    is_tested,
-)
+from jattn.integrations.tpu_inference.refusals import HOST, NAME, TESTED, check
+from jattn.integrations.versions import ANY_VERSION
 
 __all__ = ["ANY_VERSION", "TESTED", "cache_shape", "check", "enable_cpu", "register"]
 
@@ -61,7 +56,7 @@ def register() -> None:
     except ImportError:
         logger.warning(
             "no --attention-backend jattn: tpu-inference %s takes no backends (%s does)",
-            host_version(),
+            versions.installed(HOST),
             TESTED,
         )
         return
@@ -71,7 +66,7 @@ def register() -> None:
         linear_attention=_linear_attention,
         vllm_backend=f"{__name__}.VllmBackend",
     )
-    if is_tested():
+    if versions.is_taken(HOST, TESTED):
         processes.enable(NAME)
         latent.enable(NAME)
         requests.enable(NAME)

@@ -5,19 +5,18 @@ Each setting is named as its user gives it, with what it has to be.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 
 import jax
 
 from jattn import checks
+from jattn.integrations import versions
 from jattn.integrations.tpu_inference import drafts, experts
 from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
 
 NAME = "jattn"
+HOST = "tpu-inference"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
-# Set to 1 to try a version of the host that this module was not tested with.
-ANY_VERSION = "JATTN_ANY_HOST_VERSION"
 # JAX models of the host that call a kernel for TPUs themselves, past the registered backend.
 WITH_TPU_KERNELS = (
     *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
@@ -48,12 +47,7 @@ def check(config: VllmConfig) -> None:
     """
     platform = jax.default_backend()
     with checks.checking(f"--attention-backend {NAME}") as problems:
-        problems.require(
-            is_tested(),
-            "tpu-inference",
-            f"version {host_version()}",
-            f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
-        )
+        versions.check(problems, HOST, TESTED)
         _check_devices(problems, config, platform)
         _check_cache(problems, config)
         _check_steps(problems, config)
@@ -340,13 +334,3 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         "left out, with a checkpoint that is quantized where that is wanted: the host quantizes "
         "no weights as it loads them",
     )
-
-
-def is_tested() -> bool:
-    """Whether the host has the version that jattn was tested with, or any is allowed."""
-    return host_version() == TESTED or os.environ.get(ANY_VERSION) == "1"
-
-
-def host_version() -> str:
-    """The version of the installed tpu-inference."""
-    return importlib.metadata.version("tpu-inference")
