@@ -190,7 +190,7 @@ def table(rows: tuple[Row, ...]) -> str:
         "block sizes S": [sizes(row.block_sizes) for row in rows],
         "query": [names(calls.QUERY_DTYPES, row.query_dtypes) for row in rows],
         "cache formats": [names(ALL_FORMATS, row.formats, fp8=FP8_FORMATS) for row in rows],
-        "layouts": [names((*calls.LAYOUTS, formats.LAYOUT), row.layouts) for row in rows],
+        "layouts": [names(formats.ALL_LAYOUTS, row.layouts) for row in rows],
         "options": [names(calls.OPTIONS, row.options, core=calls.CORE_OPTIONS) for row in rows],
         "gradients": ["yes" if row.differentiable else "no" for row in rows],
     }

@@ -112,7 +112,7 @@ class Case:
             width = -(-d // 128) * 128
             return jattn.KVRows(struct((*pool, width), dtype), kv_heads, d, width, 0, v)
 
-        joined = self.kv_layout == formats.LAYOUT
+        joined = self.kv_layout == formats.ROWS_LAYOUT
         given = {
             "query": struct((num_tokens, num_heads, d), jnp.dtype(self.query_dtype)),
             "key_cache": rows() if joined else cache(d),
@@ -144,7 +144,7 @@ class Case:
     def static(self) -> dict[str, Any]:
         """The arguments that are no arrays."""
         return {
-            "kv_layout": None if self.kv_layout == formats.LAYOUT else self.kv_layout,
+            "kv_layout": None if self.kv_layout == formats.ROWS_LAYOUT else self.kv_layout,
             "return_lse": "return_lse" in self.options,
             "max_query_len": 4 if self.kind == "speculative" else None,
             "implementation": self.implementation,

@@ -21,7 +21,7 @@ XLA = capability.Row(
     block_sizes=capability.Sizes(1, 2**20, 1, tested=BLOCK_SIZES),
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
-    layouts=(*calls.LAYOUTS, formats.LAYOUT),
+    layouts=formats.ALL_LAYOUTS,
     options=calls.OPTIONS,
     automatic=True,
     differentiable=True,

@@ -18,13 +18,14 @@ from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
 from jattn.formats.kv_array import KVArray
-from jattn.formats.kv_rows import LAYOUT, Cache, KVRows, Rows, storage
+from jattn.formats.kv_rows import ALL_LAYOUTS, ROWS_LAYOUT, Cache, KVRows, Rows, storage
 from jattn.formats.nvfp4 import Nvfp4
 from jattn.formats.registry import ALL, plain_format
 
 __all__ = [
     "ALL",
-    "LAYOUT",
+    "ALL_LAYOUTS",
+    "ROWS_LAYOUT",
     "Cache",
     "Dense",
     "Format",

@@ -10,9 +10,10 @@ import jax
 
 from jattn import checks, pytrees
 from jattn.formats.base import Format
-from jattn.formats.kv_array import KVArray
+from jattn.formats.kv_array import LAYOUTS, KVArray
 
-LAYOUT = "rows"
+ROWS_LAYOUT = "rows"
+ALL_LAYOUTS = (*LAYOUTS, ROWS_LAYOUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ class KVRows:
     @property
     def kv_layout(self) -> str:
         """The name of this layout in capability rows."""
-        return LAYOUT
+        return ROWS_LAYOUT
 
     def rows(self) -> Rows:
         """Where in a token keys and values are stored."""

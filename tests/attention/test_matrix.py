@@ -175,7 +175,7 @@ def arguments_of(
     }
     if "value_dim" in options:
         given["value_cache"] = None
-    if kv_layout == formats.LAYOUT:
+    if kv_layout == formats.ROWS_LAYOUT:
         words = struct((8, block_size, 2, head_dim + value_dim), kind.word_dtype)
         sizes = (2, head_dim, head_dim + value_dim, head_dim, value_dim)
         given |= {"key_cache": jattn.KVRows(words, *sizes, kind), "value_cache": None}
@@ -230,7 +230,7 @@ def unclaimed() -> list:
             add(f"query dtype is {dtype}", query_dtype=dtype)
         for format in set(problems.FORMATS) - set(row.formats):
             add(f"key cache format is {format}", format=format)
-        for layout in {*calls.LAYOUTS, formats.LAYOUT} - set(row.layouts):
+        for layout in set(formats.ALL_LAYOUTS) - set(row.layouts):
             add(f"kv_layout is {layout}", kv_layout=layout)
         for option in set(calls.OPTIONS) - set(row.options):
             add(f"option {option} is not taken", options=(option,))

@@ -164,7 +164,7 @@ def possible(case: dict) -> bool:
     format = problems.FORMATS[case.get("format", "float32")]
     if any(dim % format.dim_multiple for dim in case.get("head", ())):
         return False
-    if case.get("kv_layout") == formats.LAYOUT and (
+    if case.get("kv_layout") == formats.ROWS_LAYOUT and (
         format.name not in problems.IN_ROWS or case.get("option") == ("value_dim",)
     ):
         return False

@@ -96,7 +96,7 @@ class Problem:
         stored = {self.format, self.value_format or self.format}
         assert stored <= set(FORMATS)
         in_rows = len(stored) == 1 and stored <= set(IN_ROWS) and "value_dim" not in self.options
-        assert self.kv_layout != formats.LAYOUT or in_rows
+        assert self.kv_layout != formats.ROWS_LAYOUT or in_rows
 
     def sizes(self) -> tuple[int, int, int, int]:
         """T, B, M and N."""
@@ -287,9 +287,9 @@ def _fill(
                 found = misread.setdefault((mistake, which), list(kept[which]))
                 found[b] = quantize.decode(format, wrong)
         pools.append(pool)
-        if p.kv_layout != formats.LAYOUT:
+        if p.kv_layout != formats.ROWS_LAYOUT:
             caches.append(_cache(pool, format, scale if format.takes_scale else None, p))
-    if p.kv_layout == formats.LAYOUT:
+    if p.kv_layout == formats.ROWS_LAYOUT:
         caches.append(_one_array(*(pool.codes for pool in pools), k_format, rng, p))
     caches += [None] * (2 - len(caches))
     if p.values_in_keys:
@@ -312,7 +312,7 @@ def _lengths(p: Problem, tables: np.ndarray, starts: np.ndarray) -> dict[str, An
     given = {
         "block_tables": put(tables),
         "seq_lens": put(np.pad(p.seq_lens, padding).astype(np.int32)),
-        "kv_layout": None if p.kv_layout == formats.LAYOUT else p.kv_layout,
+        "kv_layout": None if p.kv_layout == formats.ROWS_LAYOUT else p.kv_layout,
     }
     if p.ragged:
         given["query_start_loc"] = put(np.pad(starts, padding, mode="edge"))
@@ -364,7 +364,7 @@ def _scale_arguments(p: Problem, scales: _Scales) -> dict[str, jax.Array]:
     for name, scale, format in (("k_scale", scales.k, k_format), ("v_scale", scales.v, v_format)):
         if name == "v_scale" and p.values_in_keys:
             continue
-        carried = format.takes_scale and not p.plain and p.kv_layout != formats.LAYOUT
+        carried = format.takes_scale and not p.plain and p.kv_layout != formats.ROWS_LAYOUT
         if scale is not None and not carried:
             given[name] = put(scale)
     return given

@@ -61,9 +61,9 @@ def draw(seed: int, row: capability.Row, sizes: Sizes = SMALL) -> problems.Probl
     query_lens, seq_lens = _lengths(rng, block_size, sizes.keys, ragged)
     kv_heads = int(rng.integers(1, 4))
     kv_layout = str(rng.choice(row.layouts))
-    if kv_layout == formats.LAYOUT and (key != value or key.name not in problems.IN_ROWS):
+    if kv_layout == formats.ROWS_LAYOUT and (key != value or key.name not in problems.IN_ROWS):
         kv_layout = "NHD"
-    if "value_dim" in options and kv_layout == formats.LAYOUT:
+    if "value_dim" in options and kv_layout == formats.ROWS_LAYOUT:
         kv_layout = "NHD"
     return problems.Problem(
         query_lens=query_lens,

@@ -16,6 +16,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 import jattn
 from jattn import checks, implementations
+from jattn.formats.kv_array import LAYOUTS
 from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
@@ -49,7 +50,7 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
         known = implementation is None or implementation in implementations.BY_NAME
         names = ", ".join(implementations.BY_NAME)
         problems.expect(known, "implementation", implementation, f"None or one of {names}")
-        problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
+        problems.expect(kv_layout in LAYOUTS, "kv_layout", kv_layout, '"HND" or "NHD"')
     AttentionInterface.register(name, Attention(block_size, implementation, kv_layout))
     AttentionMaskInterface.register(name, bool_mask)
 

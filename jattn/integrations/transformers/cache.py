@@ -30,6 +30,7 @@ from transformers.configuration_utils import PreTrainedConfig
 import jattn
 import jattn.blocks as jb
 from jattn import checks, formats
+from jattn.formats.kv_array import LAYOUTS
 from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
@@ -74,7 +75,7 @@ class PagedCache(cache_utils.Cache):
             for name, size in (("max_cache_len", max_cache_len), ("block_size", block_size)):
                 whole = isinstance(size, int) and size > 0
                 problems.expect(whole, name, size, "a number of tokens above 0")
-            problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
+            problems.expect(kv_layout in LAYOUTS, "kv_layout", kv_layout, '"HND" or "NHD"')
             pair = format if isinstance(format, tuple) else (format, format)
             known = len(pair) == 2 and all(isinstance(one, formats.Format) for one in pair)
             wanted = "None, a format such as jattn.Int8(), or a pair of them for keys and values"
