@@ -92,7 +92,7 @@ def short_support_table() -> str:
         ):
             stems = stems.replace(names, word)
         caches = "all" if row.formats == capability.ALL_FORMATS else stems
-        machines = "CPU, GPU" if row.devices == ("any",) else ", ".join(row.devices).upper()
+        machines = "any" if row.devices == ("any",) else ", ".join(row.devices).upper()
         where = machines if row.needs == "nothing" else f"{machines}: {row.needs}"
         grads = "yes" if row.differentiable else "no"
         lines.append(f"| `{row.implementation}` | {where} | {row.head_dims} | {caches} | {grads} |")

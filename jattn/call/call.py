@@ -174,7 +174,7 @@ class _Batch(typing.NamedTuple):
 def _check_batch(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> _Batch:
     """Query, tables, lengths, starts and `is_causal`.
 
-    A wrong argument is not held against the others: the rest of each is still judged.
+    Where one argument is wrong, the others are still checked as far as possible.
     """
     tokens = heads = seqs = width = None
     query, tables = given.query, given.block_tables

@@ -22,7 +22,7 @@ def is_taken(host: str, tested: str) -> bool:
 
 
 def check(problems: checks.Problems, host: str, tested: str) -> None:
-    """Collect a host's version that is not taken."""
+    """Note a version of the host that is not taken."""
     problems.require(
         is_taken(host, tested),
         host,

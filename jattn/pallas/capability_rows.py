@@ -58,7 +58,8 @@ def _jax_too_old() -> tuple[str, ...]:
 def _not_hopper() -> tuple[str, ...]:
     here = machine.here()
     if here is not None and here.sm != scratch.SM:
-        return (f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}",)
+        needed, found = scratch.SM / 10, here.sm / 10
+        return (f"it runs on compute capability {needed}, and this GPU's is {found}",)
     return machine.not_nvidia()
 
 

@@ -243,7 +243,7 @@ def test_unclaimed(row, reason, given):
     with pytest.raises(jattn.UnsupportedError, match=rf"\n  - {name}: ") as error:
         jattn.paged_attention(**given, implementation=name)
     assert reason in str(error.value)
-    # That is all that is held against the call: one reason, or two for what comes in pairs (the
+    # That is every refusal of the call: one reason, or two for what comes in pairs (the
     # query's dtype is the output's, and one format serves both caches).
     pairs = reason.startswith(("query dtype", "key cache format"))
     refusals = jattn.explain(**given, implementation=name).refusals[name]

@@ -137,8 +137,8 @@ def align_hybrid_block_size(
       is_mla: whether the cache is MLA's, whose blocks 0.32 keeps at 128 tokens or more.
       default_block_size: the platform's preference: 16 on GPU, 128 on CPU.
       unsplit_backends: backends that refuse a block larger than the sizes they state.
-      rules: "0.23" follows the first backend only; "0.32" follows all, and has no mode "all".
-        (There the mode is accepted and follows 0.23's formula.)
+      rules: "0.23" follows the first backend only, "0.32" all of them. vLLM 0.32 dropped mode
+        "all": it is accepted here, by 0.23's formula, rounded up to what all backends take.
 
     Returns: `HybridAlignment`. A user's value that was replaced is in `overridden`.
     Raises: `ValueError` for bad arguments, and where vLLM fails or would fail later: if the block

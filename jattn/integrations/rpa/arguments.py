@@ -76,7 +76,7 @@ def check_common(
     mask_value: float | None,
     debug_mode: bool,
 ) -> None:
-    """Note numbers that mean nothing, and what is asked for in vain."""
+    """Note numbers that mean nothing, and options that have no effect here."""
     for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         problems.require(
             x is None or isinstance(x, jax.Array) or bool(x > 0), name, f"{x}", "positive, or None"
