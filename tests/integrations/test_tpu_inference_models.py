@@ -313,15 +313,13 @@ def test_rules_that_the_host_cannot_follow_are_refused_by_name(host, monkeypatch
 @pytest.mark.parametrize("setting", experts.KERNELS)
 def test_kernels_for_experts_are_refused_without_a_tpu(host, setting, monkeypatch):
     tpu_inference.register()
-    host.config = stand_in_host.config(experts=8)
     for value in ("", "0", "False"):
         monkeypatch.setenv(setting, value)
-        host.told["jattn"]["attention"]()
+        host.start(experts=8)
     monkeypatch.setenv(setting, "true")
     with pytest.raises(ValueError, match=f"{setting}: true, but must be 0 on a cpu"):
-        host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config()
-    host.told["jattn"]["attention"]()
+        host.start(experts=8)
+    host.start()
 
 
 def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypatch):

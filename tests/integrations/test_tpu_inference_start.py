@@ -60,11 +60,10 @@ def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host,
     host.version = "0.33.1"
     tpu_inference.register()
     assert not hasattr(sys.modules["tpu_inference.utils"], "hbm_usage_bytes")
-    host.config = stand_in_host.config()
     with pytest.raises(ValueError, match=r"tpu-inference: version 0\.33\.1, but must be 0\.32\.0"):
-        host.told["jattn"]["attention"]()
+        host.start()
     monkeypatch.setenv(tpu_inference.ANY_VERSION, "1")
-    host.told["jattn"]["attention"]()
+    host.start()
 
 
 @pytest.mark.parametrize(
@@ -314,8 +313,7 @@ def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
     here = SimpleNamespace(platform="cpu", process_index=0)
     shares = {}
     for stages in (1, 3):
-        host.config = stand_in_host.config(pipeline_parallel_size=stages)
-        host.told["jattn"]["attention"]()
+        host.start(pipeline_parallel_size=stages)
         shares[stages] = cpu._memory([here, here])
     assert shares == {1: [(0, 6 * GIB)] * 2, 3: [(0, 2 * GIB)] * 2}
     platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
@@ -324,9 +322,8 @@ def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
     platform.check_and_update_config(host.config)  # before a process of its own for each
     host.told["jattn"]["attention"]()
     assert cpu._memory([here]) == [(0, 6 * GIB)]
-    host.config = stand_in_host.config()
     monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # a machine for each
-    host.told["jattn"]["attention"]()
+    host.start()
     assert cpu._memory([here]) == [(0, 12 * GIB)]
 
 
@@ -491,8 +488,7 @@ SERVED = {
 @pytest.mark.parametrize("name", SERVED)
 def test_what_is_next_to_a_refusal_is_served(host, name):
     tpu_inference.register()
-    host.config = stand_in_host.config(**SERVED[name])
-    host.told["jattn"]["attention"]()
+    host.start(**SERVED[name])
 
 
 ADAPTERS = SimpleNamespace(target_modules=None)
@@ -510,67 +506,58 @@ TORCH = {
 @pytest.mark.parametrize("name", TORCH)
 def test_some_models_are_served_as_torch_models(host, name):
     tpu_inference.register()
-    host.config = stand_in_host.config(**TORCH[name])
     host.impl = "vllm"
-    host.told["jattn"]["attention"]()
+    host.start(**TORCH[name])
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "experts"]])
 def test_adapters_of_experts_are_refused(host, targets):
     tpu_inference.register()
     adapters = SimpleNamespace(target_modules=targets)
-    host.config = stand_in_host.config(lora_config=adapters, experts=8)
     host.impl = "vllm"
     said = "left out" if targets is None else "q_proj experts"
     with pytest.raises(ValueError, match=f"--lora-target-modules: {said}, but must be names of"):
-        host.told["jattn"]["attention"]()
+        host.start(lora_config=adapters, experts=8)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     changes, message = REFUSED[name]
     tpu_inference.register()
-    host.config = stand_in_host.config(**changes)
     with pytest.raises(ValueError, match="--attention-backend jattn") as error:
-        host.told["jattn"]["attention"]()
+        host.start(**changes)
     assert message in str(error.value)
     assert "1 wrong argument(s)" in str(error.value)
-    host.config = stand_in_host.config()
-    host.told["jattn"]["attention"]()
+    host.start()
 
 
 def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
     """The host also takes vLLM's model where it has none of its own."""
     tpu_inference.register()
-    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
+    changes = {"lora_config": ADAPTERS, "tensor_parallel_size": 8}
     for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
-        host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8, vocabulary=96)
+        host.start(**changes)
     with pytest.raises(ValueError, match="--enable-lora: given, for a vocabulary of 96 tokens"):
-        host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
+        host.start(**changes, vocabulary=96)
     host.has_jax_model = True
     with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
-        host.told["jattn"]["attention"]()
+        host.start(**changes)
 
 
 @pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])
 def test_kernels_that_settings_ask_for_are_refused_without_a_tpu(host, setting, monkeypatch):
     tpu_inference.register()
-    host.config = stand_in_host.config()
     monkeypatch.setenv(setting, "1")
     with pytest.raises(ValueError, match=f"{setting}: 1, but must be 0"):
-        host.told["jattn"]["attention"]()
+        host.start()
 
 
 def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
     tpu_inference.register()
     monkeypatch.setenv("MLA_TRANSPOSE_KV_CACHE", "1")
-    host.config = stand_in_host.config()
-    host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config(use_mla=True)
+    host.start()
     with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
-        host.told["jattn"]["attention"]()
+        host.start(use_mla=True)
 
 
 def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=256, heads=2):
@@ -608,16 +595,10 @@ DRAFTS_SERVED = {  # how the model is run, a draft, and what the model is
 def test_drafts_are_served_a_step_at_a_time(host, name):
     host.impl, draft, changes = DRAFTS_SERVED[name]
     tpu_inference.register()
-    for ahead in (False, True):
-        host.config = stand_in_host.config(
-            speculative_config=draft, async_scheduling=ahead, **changes
-        )
-        if not ahead:
-            host.told["jattn"]["attention"]()
-            continue
-        with pytest.raises(ValueError, match="--async-scheduling: on, but must be off") as error:
-            host.told["jattn"]["attention"]()
-        assert "1 wrong argument(s)" in str(error.value)
+    host.start(speculative_config=draft, async_scheduling=False, **changes)
+    with pytest.raises(ValueError, match="--async-scheduling: on, but must be off") as error:
+        host.start(speculative_config=draft, async_scheduling=True, **changes)
+    assert "1 wrong argument(s)" in str(error.value)
 
 
 DRAFTS_REFUSED = {
@@ -677,7 +658,6 @@ DRAFTS_REFUSED = {
 def test_drafts_that_end_the_host_are_refused_at_the_start(host, name):
     host.impl, draft, changes, message = DRAFTS_REFUSED[name]
     tpu_inference.register()
-    host.config = stand_in_host.config(speculative_config=draft, async_scheduling=False, **changes)
     with pytest.raises(ValueError, match=r"1 wrong argument\(s\)") as error:
-        host.told["jattn"]["attention"]()
+        host.start(speculative_config=draft, async_scheduling=False, **changes)
     assert message in str(error.value)

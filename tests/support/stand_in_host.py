@@ -201,6 +201,11 @@ class Host:
     def register(self, name, **given):
         self.told[name] = given
 
+    def start(self, **changes):
+        """Ask jattn for its backend, with `config(**changes)`; jattn refuses here what it must."""
+        self.config = config(**changes)
+        return self.told["jattn"]["attention"]()
+
     def register_function(self, name):
         return functools.partial(self.functions.__setitem__, name)
 

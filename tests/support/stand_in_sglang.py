@@ -71,88 +71,105 @@ class SamplingInfo:
                 self.vocab_mask[row] = 1 << one.token
 
 
+class Runner:
+    """`ModelRunner`, with `server_args` and a configuration of defaults but for `changes`."""
+
+    def __init__(self, **changes):
+        self.use_mla_backend = changes.pop("use_mla_backend", False)
+        self.page_size = changes.pop("page_size", 16)
+        hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
+        self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
+        self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
+        self.hybrid = changes.pop("hybrid", False)
+        self.req_to_token_pool = changes.pop("req_to_token_pool", None)
+        self.model_config = SimpleNamespace(
+            context_len=changes.pop("context_len", 128),
+            dtype=changes.pop("dtype", "bfloat16"),
+            hf_config=hf_config,
+            hf_text_config=SimpleNamespace(**changes.pop("hf_text_config", {})),
+            moe_backend=changes.pop("effective_moe_backend", "epmoe"),
+            quantization_config=changes.pop("quantization_config", None),
+        )
+        values = {
+            "attention_backend": "fa",
+            "device": "cpu",
+            "enable_deterministic_sampling": False,
+            "gdn_prefill_impl": "fused_chunk_parallel",
+            "is_embedding": False,
+            "kv_cache_dtype": "auto",
+            "moe_backend": "epmoe",
+            "multimodal": False,
+            "quantization_config_path": None,
+            "speculative_algorithm": None,
+            "speculative_eagle_topk": 5,
+            "speculative_num_draft_tokens": 4,
+            "speculative_num_steps": 3,
+            **changes,
+        }
+        self.server_args = SimpleNamespace(**values)
+
+    def get_available_device_memory(self):
+        return 1000
+
+    def _get_attention_backend(self):
+        from sgl_jax.srt.layers.attention import flashattention_backend, mla_backend
+
+        if self.use_mla_backend:
+            return mla_backend.MLAAttentionBackend(page_size=self.page_size)
+        full = flashattention_backend.FlashAttention(device=self.server_args.device)
+        return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
+
+
+class Args:
+    """`ServerArgs`."""
+
+    def __init__(self, **changes):
+        values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
+        values |= {"dp_size": 1, "enable_deterministic_sampling": False}
+        vars(self).update({**values, **changes})
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.finished = True
+
+
+class Tokenizer:
+    """`TokenizerManager`."""
+
+    def __init__(self, server_args):
+        self.server_args = server_args
+
+    def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
+        return obj
+
+
+class Backend:
+    """An attention backend: it calls what its module then has under the name of its kernel."""
+
+    module, name = None, ""
+
+    def __init__(self, **made_with):
+        self.made_with = made_with
+
+    def __call__(self, *args):
+        return getattr(self.module, self.name)(*args)
+
+
+def subclass(name, base, /, **values):
+    """A class with a name of the host's, a new one for each test: jattn changes it."""
+    return type(name, (base,), values)
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of sglang-jax as far as jattn knows them."""
-
-    class ModelRunner:
-        def __init__(self, **changes):
-            self.use_mla_backend = changes.pop("use_mla_backend", False)
-            self.page_size = changes.pop("page_size", 16)
-            hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
-            self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
-            self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
-            self.hybrid = changes.pop("hybrid", False)
-            self.req_to_token_pool = changes.pop("req_to_token_pool", None)
-            self.model_config = SimpleNamespace(
-                context_len=changes.pop("context_len", 128),
-                dtype=changes.pop("dtype", "bfloat16"),
-                hf_config=hf_config,
-                hf_text_config=SimpleNamespace(**changes.pop("hf_text_config", {})),
-                moe_backend=changes.pop("effective_moe_backend", "epmoe"),
-                quantization_config=changes.pop("quantization_config", None),
-            )
-            values = {
-                "attention_backend": "fa",
-                "device": "cpu",
-                "enable_deterministic_sampling": False,
-                "gdn_prefill_impl": "fused_chunk_parallel",
-                "is_embedding": False,
-                "kv_cache_dtype": "auto",
-                "moe_backend": "epmoe",
-                "multimodal": False,
-                "quantization_config_path": None,
-                "speculative_algorithm": None,
-                "speculative_eagle_topk": 5,
-                "speculative_num_draft_tokens": 4,
-                "speculative_num_steps": 3,
-                **changes,
-            }
-            self.server_args = SimpleNamespace(**values)
-
-        def get_available_device_memory(self):
-            return 1000
-
-        def _get_attention_backend(self):
-            if self.use_mla_backend:
-                return mla.MLAAttentionBackend(page_size=self.page_size)
-            full = backend.FlashAttention(device=self.server_args.device)
-            return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
-
-    class ServerArgs:
-        def __init__(self, **changes):
-            values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
-            values |= {"dp_size": 1, "enable_deterministic_sampling": False}
-            vars(self).update({**values, **changes})
-            self.__post_init__()
-
-        def __post_init__(self):
-            self.finished = True
-
-    class TokenizerManager:
-        def __init__(self, server_args):
-            self.server_args = server_args
-
-        def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
-            return obj
-
-    class Backend:
-        def __init__(self, **made_with):
-            self.made_with = made_with
-
-        def __call__(self, *args):
-            return self.kernel()(*args)
-
-    class FlashAttention(Backend):
-        def kernel(self):
-            return backend.ragged_paged_attention_v3
-
-    class MLAAttentionBackend(Backend):
-        def kernel(self):
-            return mla.mla_ragged_paged_attention
-
+    runner, server_args = subclass("ModelRunner", Runner), subclass("ServerArgs", Args)
+    tokenizer = subclass("TokenizerManager", Tokenizer)
     backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
-    backend.FlashAttention, mla.MLAAttentionBackend = FlashAttention, MLAAttentionBackend
+    kernel = {"module": backend, "name": "ragged_paged_attention_v3"}
+    backend.FlashAttention = subclass("FlashAttention", Backend, **kernel)
+    kernel = {"module": mla, "name": "mla_ragged_paged_attention"}
+    mla.MLAAttentionBackend = subclass("MLAAttentionBackend", Backend, **kernel)
     utils, jax_utils = types.ModuleType("utils"), types.ModuleType("jax_utils")
     utils.jax_utils = jax_utils
     jax_utils.device_array = backend.device_array = lambda data, sharding: (data, sharding)
@@ -163,15 +180,15 @@ def host(monkeypatch):
     engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
     grammar, constrained = types.ModuleType("base"), types.ModuleType("constrained")
     constrained.base_grammar_backend, grammar.INVALID_GRAMMAR_OBJ = grammar, object()
-    grammar.BaseGrammarBackend = type("BaseGrammarBackend", (Grammars,), {})
-    serving_class = type("OpenAIServingBase", (Serving,), {})
+    grammar.BaseGrammarBackend = subclass("BaseGrammarBackend", Grammars)
+    serving_class = subclass("OpenAIServingBase", Serving)
     openai, serving = "sgl_jax.srt.entrypoints.openai", {}
     for part, name in (("base", "Base"), ("chat", "Chat"), ("completions", "Completion")):
         serving[f"{openai}.serving_{part}"] = module = types.ModuleType(part)
-        of_part = type(f"OpenAIServing{name}", (serving_class,), {})
+        of_part = subclass(f"OpenAIServing{name}", serving_class)
         setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
     batch = types.ModuleType("schedule_batch")
-    batch.ModelWorkerSamplingInfo = type("ModelWorkerSamplingInfo", (SamplingInfo,), {})
+    batch.ModelWorkerSamplingInfo = subclass("ModelWorkerSamplingInfo", SamplingInfo)
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
         "sgl_jax.srt": types.ModuleType("srt"),
@@ -203,15 +220,15 @@ def host(monkeypatch):
     modules["sgl_jax.srt.mem_cache"].memory_pool = memory_pool
     modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
     modules["sgl_jax.srt.entrypoints"].engine = engine
-    modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
-    modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = TokenizerManager
-    modules["sgl_jax.srt.server_args"].ServerArgs = ServerArgs
+    modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = runner
+    modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = tokenizer
+    modules["sgl_jax.srt.server_args"].ServerArgs = server_args
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
-    found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
+    found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=runner, backend=backend)
     found.grammar, found.batch, found.Serving = grammar, batch, of_part
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
-    found.ServerArgs, found.TokenizerManager = ServerArgs, TokenizerManager
+    found.ServerArgs, found.TokenizerManager = server_args, tokenizer
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
