@@ -480,7 +480,7 @@ def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
         )
         try:
             end = time.monotonic() + 300
-            while not answers(f"http://127.0.0.1:{port}/health"):
+            while not processes.answers(f"http://127.0.0.1:{port}/health"):
                 late = process.poll() is not None or time.monotonic() > end
                 assert not late, (tmp_path / "log").read_text()[-6000:]
                 time.sleep(1)
@@ -489,14 +489,6 @@ def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def test_the_server_takes_tokens(qwen3, tmp_path):

@@ -25,6 +25,7 @@ from benchmarks.serving.servers import free_port
 from examples.options import CHECKPOINTS
 from tests.support import numpy_model, vllm_checkpoints, vllm_host
 from tests.support.families import FAMILIES, Family
+from tests.support.vllm_host import prompts
 
 pytestmark = [pytest.mark.hosts]
 if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("vllm")):
@@ -47,13 +48,6 @@ LLAMA4 = Family("llama4_text", "chunks on one layer, experts weighted by their i
     "no_rope_layers": [1, 0], "attention_chunk_size": 16,
 })  # fmt: skip
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2}
-
-
-def prompts() -> list[list[int]]:
-    """Of 1 to 91 tokens; two of them begin alike, for more than a block of Qwen3-Next."""
-    rng = np.random.default_rng(0)
-    found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
-    return [*found, found[2][:70] + found[0], [7]]
 
 
 @pytest.fixture(scope="module")

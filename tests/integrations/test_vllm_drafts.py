@@ -15,11 +15,11 @@ import importlib.util
 import pathlib
 import shutil
 
-import numpy as np
 import pytest
 
 from tests.support import vllm_checkpoints, vllm_drafts, vllm_host
 from tests.support.families import COMMON, EXPERTS, FAMILIES
+from tests.support.vllm_host import prompts
 
 pytestmark = [pytest.mark.hosts]
 if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("vllm")):
@@ -45,13 +45,6 @@ MODELS = {  # a model type and its settings
     "Qwen2": ("qwen2", COMMON),
     "GLM-4-MoE": ("glm4_moe", {**COMMON, **EXPERTS, "head_dim": 32}),
 }
-
-
-def prompts() -> list[list[int]]:
-    """Of 1 to 91 tokens; two of them begin alike, for more than four blocks."""
-    rng = np.random.default_rng(0)
-    found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
-    return [*found, found[2][:70] + found[0], [7]]
 
 
 @pytest.fixture(scope="module")

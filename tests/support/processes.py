@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import urllib.request
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,3 +42,12 @@ def start_command(command: list[str], devices: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def answers(address: str) -> bool:
+    """Whether a server answers there that all is well."""
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

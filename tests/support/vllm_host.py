@@ -17,9 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from tests.support.processes import answers
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOOT = "from tests.support import vllm_host; vllm_host.main()"
@@ -40,6 +43,13 @@ SMALL = {  # an engine that prefills in chunks, and with more blocks than it nee
     "num_gpu_blocks_override": 96,
     "skip_tokenizer_init": True,
 }
+
+
+def prompts() -> list[list[int]]:
+    """Of 1 to 91 tokens; two of them begin alike, for over four blocks or one of Qwen3-Next."""
+    rng = np.random.default_rng(0)
+    found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
+    return [*found, found[2][:70] + found[0], [7]]
 
 
 @contextlib.contextmanager
@@ -104,7 +114,7 @@ def _server(folder: str, flags: tuple[str, ...], environment: dict[str, str]) ->
         )
         try:
             address = f"http://127.0.0.1:{port}"
-            while not _answers(f"{address}/health"):
+            while not answers(f"{address}/health"):
                 if process.poll() is not None:
                     log.seek(0)
                     raise AssertionError(f"vllm serve: {log.read()[-6000:]}")
@@ -117,14 +127,6 @@ def _server(folder: str, flags: tuple[str, ...], environment: dict[str, str]) ->
                     process.wait(30)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -> Any:
