@@ -177,18 +177,39 @@ def options_parser() -> argparse.ArgumentParser:
         prog="python -m examples.engine.serve",
         description="Serve a model over HTTP, in the shapes of OpenAI's API.",
     )
+    _add_model_and_limits(parser)
+    _add_programs(parser)
+    _add_access(parser)
+    _add_speculation_and_cache(parser)
+    _add_adapters(parser)
+    add_role_options(parser)
+    _add_processes(parser)
+    _add_restarts(parser)
+    parser.add_argument(
+        "--unified", action="store_true", help="recurrent states in pages of the KV pools"
+    )
+    return parser
+
+
+def _add_model_and_limits(parser: argparse.ArgumentParser) -> None:
+    """What is served, where, and how much of it."""
     add = parser.add_argument
+    number = functools.partial(add, metavar="N", type=integer(1))
     add("--model", default=SPEAKING, help="a directory or bundled checkpoint (%(default)s)")
     add("--chat-template", metavar="FILE", help="Jinja (default: the checkpoint's)")
     add("--host", default="127.0.0.1", help="(%(default)s)")
     add("--port", type=integer(0, 65_535), default=8000, help="0 for any (%(default)s)")
-    number = functools.partial(add, metavar="N", type=integer(1))
     number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
     add_engine_options(parser, max_seqs=16, token_budget=128)
     number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
     number("--blocks", help="blocks in each pool (default: never a shortage)")
     number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
     number("--drain-timeout", default=30, help="seconds to finish requests in (%(default)s)")
+
+
+def _add_programs(parser: argparse.ArgumentParser) -> None:
+    """How its programs are compiled."""
+    add = parser.add_argument
     add(
         "--compilation-cache",
         metavar="DIR",
@@ -203,6 +224,11 @@ def options_parser() -> argparse.ArgumentParser:
         help="what multiplies with weights on one device, a CPU with AVX2: C++ that is compiled "
         "at the first start, or XLA (%(default)s); on a mesh, XLA does",
     )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    """Who may send requests."""
+    add = parser.add_argument
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add(
         "--cors",
@@ -212,6 +238,11 @@ def options_parser() -> argparse.ArgumentParser:
         default=[],
         help="allow the requests of a site's pages, such as https://example.com, or of all (*)",
     )
+
+
+def _add_speculation_and_cache(parser: argparse.ArgumentParser) -> None:
+    """Drafts, and the prefix cache's blocks in host memory."""
+    add = parser.add_argument
     add(
         "--speculate",
         metavar="HOW=N",
@@ -228,6 +259,12 @@ def options_parser() -> argparse.ArgumentParser:
         help="host memory for blocks of the prefix cache that the pools evict: of all groups of "
         "devices together, in each process that shares a mesh (%(default)s)",
     )
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    """LoRA adapters."""
+    add = parser.add_argument
+    number = functools.partial(add, metavar="N", type=integer(1))
     add(
         "--lora",
         metavar="NAME=DIR",
@@ -239,7 +276,12 @@ def options_parser() -> argparse.ArgumentParser:
     number("--max-loras", help="adapters there is room for (default: those of --lora)")
     add("--lora-folder", metavar="DIR", help="load and unload adapters below it over HTTP")
     number("--max-lora-rank", help=f"(default: the largest of --lora's, or {DEFAULT_RANK})")
-    add_role_options(parser)
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """Several processes that share a mesh."""
+    add = parser.add_argument
+    number = functools.partial(add, metavar="N", type=integer(1))
     add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
     number("--num-processes", help="that share the mesh; each is started with its own --process-id")
     add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
@@ -249,6 +291,12 @@ def options_parser() -> argparse.ArgumentParser:
         default=hosts.HEARTBEAT_SECONDS,
         help="seconds for which a process may be silent before the others end (%(default)s)",
     )
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    """A server that is started again, behind a front."""
+    add = parser.add_argument
+    number = functools.partial(add, metavar="N", type=integer(1))
     add(
         "--restarts",
         metavar="N",
@@ -263,8 +311,6 @@ def options_parser() -> argparse.ArgumentParser:
     )
     add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front,
     add("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)  # in this process
-    add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
-    return parser
 
 
 def origin(text: str) -> str:
