@@ -143,10 +143,14 @@ class Online:
     def update(
         self, m: jax.Array, x: jax.Array, factor: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds logits: `(m, weights, shrink)`."""
+        """Adds logits: `(m, weights, shrink)`; the caller then takes `sums` and `rescale`."""
         m_new = self.maxima(m, x, factor)
         shrink = self.shrink(m, m_new)
         return m_new, self.weights(x, m_new, factor), shrink
+
+    def sums(self, l: jax.Array, weights: jax.Array, shrink: jax.Array) -> jax.Array:
+        """The rows' sums of weights, over more keys than before."""
+        return l * shrink + weights.sum(axis=1 - self.axis)
 
     def rescale(self, acc: jax.Array, shrink: jax.Array) -> jax.Array:
         """The accumulated sums times a factor for each row."""

@@ -249,6 +249,6 @@ def _tiles(
         head_dim=call.head_dim,
         value_dim=call.value_dim,
     )
-    place = TILE * chunk * stored + 2 * scratch.BARRIER_BYTES
+    place = dataclasses.replace(tiles, ring=tiles.ring + 1).shared_bytes - tiles.shared_bytes
     ring = tiles.ring + max(0, budget - tiles.shared_bytes) // place
     return dataclasses.replace(tiles, ring=min(ring, 32))

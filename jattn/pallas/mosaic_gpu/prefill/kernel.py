@@ -185,7 +185,7 @@ def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tupl
     def softmax(step: jax.Array, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[Any, ...]:
         x, factor = rows.logits(s, base + step * tiles.block_kv, scales)
         m, prob, shrink = parts.SOFTMAX.update(m, x, factor)
-        return m, l * shrink + prob.sum(axis=1), prob, shrink
+        return m, parts.SOFTMAX.sums(l, prob, shrink), prob, shrink
 
     def weigh(step: jax.Array, acc: jax.Array, prob: jax.Array, shrink: jax.Array) -> jax.Array:
         feed.await_values(step)
@@ -258,7 +258,7 @@ def _in_turn(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tu
         x, factor = rows.logits(s, base + step * tiles.block_kv, scales)
         m, prob, shrink = parts.SOFTMAX.update(m, x, factor)
         acc = parts.SOFTMAX.rescale(acc, shrink)
-        l = l * shrink + prob.sum(axis=1)
+        l = parts.SOFTMAX.sums(l, prob, shrink)
         prob = prob.astype(q.dtype)
         pass_turn(lambda: feed.await_values(step))
         v = feed.values(step)
