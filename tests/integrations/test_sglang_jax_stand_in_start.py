@@ -39,6 +39,46 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     assert host.lightning.decode_simple_gla_fused is decode
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+ROTARY = {  # what transformers 5 has written, what a user gave, and what the host reads
+    "plain": ({"rope_theta": 5e5, "rope_type": "default"}, {}, (5e5, None, 1)),
+    "scaled": (
+        {"rope_theta": 5e5, **YARN}, {},
+        (5e5, {**YARN, "type": "yarn"}, 1),
+    ),
+    "a part of heads": (
+        {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 0.5}, {},
+        (5e5, None, 0.5),
+    ),
+    "three positions": (
+        {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [2, 3, 3]}, {},
+        (5e5, {"rope_type": "default", "mrope_section": [2, 3, 3], "type": "default"}, 1),
+    ),
+    "a base of the user's": (
+        {"rope_theta": 5e5, **YARN}, {"rope_theta": 7.0},
+        (10.0, {**YARN, "type": "yarn"}, 1),
+    ),
+    "layers of two kinds, which their model reads": (
+        {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}, {},
+        (10.0, "none", 1),
+    ),
+    "nothing": (None, {}, (10.0, "none", 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text", "of more than text"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_embeddings_that_transformers_5_has_written_are_read(host, name, nested):
+    written, given, want = ROTARY[name]
+    sglang_jax.install()
+    text = SimpleNamespace(
+        rope_parameters=written, rope_theta=10.0, rope_scaling="none", partial_rotary_factor=1
+    )
+    config = SimpleNamespace(text_config=text) if nested else text
+    assert host.model_config.get_config(config, model_override_args=given) is config
+    assert (text.rope_theta, text.rope_scaling, text.partial_rotary_factor) == want
+
+
 def test_every_request_has_a_grammar_of_its_own(host):
     """It is compiled once, and copied; what is no grammar is told apart, and not compiled again."""
     sglang_jax.install()

@@ -62,6 +62,10 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
         "min_tokens: 3, but must be 0",
     ),
     "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
+    "a grammar, with drafts": (
+        {"structured_outputs": "a choice"}, DRAFTS,
+        "structured_outputs: given (or response_format, or a tool_choice), but must be left out",
+    ),
     "a budget": (
         {"thinking_token_budget": 9}, {},
         "thinking_token_budget: 9, but must be left out",
@@ -73,6 +77,7 @@ SERVED = {
     "those of the prompt, of all tokens": ({"prompt_logprobs": -1}, {}),
     "those of an answer, with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
     "what changes nothing": ({"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {}),
+    "a grammar": ({"structured_outputs": "a choice"}, {}),
     "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),
     "an answer that no token ends": (
         {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": []}, {},

@@ -452,6 +452,45 @@ REFUSED = {
         "enable_continue_decode of --additional_config: true, but must be left out, or given with "
         "--no-async-scheduling",
     ),
+    "several tokens a step, of layers of two kinds": (
+        {
+            "additional_config": {"enable_continue_decode": True},
+            "async_scheduling": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "enable_continue_decode of --additional_config: true, for layers of full_attention and "
+        "sliding_attention, but must be left out",
+    ),
+    "requests that are sent again": (
+        {"use_v2_model_runner": True},
+        "VLLM_USE_V2_MODEL_RUNNER: left out, with Triton installed, but must be 0",
+    ),
+    "images with drafts": (
+        {"is_multimodal_model": True, "speculative_config": SimpleNamespace(method="ngram")},
+        "--speculative-config: given, but must be left out for a model of more than text",
+    ),
+    "chunks of two kinds": (
+        {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        "--model: Qwen3ForCausalLM with dual_chunk_attention_config, but must be one without it "
+        """(--hf-overrides '{"dual_chunk_attention_config": null}')""",
+    ),
+    "memory of caches": (
+        {"kv_cache_memory_bytes": 2**30},
+        "--kv-cache-memory-bytes: 1073741824, but must be left out",
+    ),
+    "caches elsewhere": (
+        {"kv_offloading_size": 4.0},
+        "--kv-offloading-size: 4.0, but must be left out: the host moves no blocks elsewhere",
+    ),
+    "marks in a text": (
+        {"watermark_config": "gumbel"},
+        "--watermark-config: gumbel, but must be left out: the host would mark no text",
+    ),
+    "masks of samples": (
+        {"return_sampling_mask": True},
+        "--return-sampling-mask: True, but must be left out",
+    ),
+    "traces": ({"enable_trace_replay": True}, "--enable-trace-replay: True, but must be left out"),
 }
 
 
@@ -542,6 +581,27 @@ def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host)
     host.has_jax_model = True
     with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
         host.start(**changes)
+
+
+def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):
+    tpu_inference.register()
+    host.impl = "vllm"
+    monkeypatch.setenv("LORA_MODULE_PATH", "mlp/(gate|experts)")
+    adapted = {"lora_config": SimpleNamespace(target_modules=["q_proj"])}
+    host.start(**adapted)
+    with pytest.raises(ValueError, match=r"LORA_MODULE_PATH: mlp/\(gate\|experts\), but must be"):
+        host.start(**adapted, experts=8)
+
+
+def test_ends_of_answers_are_looked_for_in_each_of_several_steps(host, monkeypatch):
+    tpu_inference.register()
+    several = SERVED["several tokens a step"]
+    monkeypatch.setenv("CONTINUE_DECODE_EOS_CHECK_INTERVAL", "4")
+    host.start()
+    with pytest.raises(ValueError, match="CONTINUE_DECODE_EOS_CHECK_INTERVAL: 4, but must be 1"):
+        host.start(**several)
+    monkeypatch.setenv("CONTINUE_DECODE_EOS_CHECK_INTERVAL", "1")
+    host.start(**several)
 
 
 @pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])

@@ -93,6 +93,7 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
+    structured_outputs: object | None = None
 
 
 class ValidationError(Exception):
@@ -185,6 +186,81 @@ class DFlashProposer:
         return [cache + 1 for cache in kv_caches]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p"],
+    meta_fields=["do_sampling"],
+)
+@dataclasses.dataclass
+class SamplingOfBatch:
+    """Its `TPUSupportedSamplingMetadata`."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    do_sampling: bool = True
+
+
+def segments(counts, total):
+    """Its `_get_segment_info`, of which jattn takes the first half."""
+    return jnp.repeat(jnp.arange(counts.shape[0]), counts, total_repeat_length=total), None
+
+
+def transform(logits, sampling):
+    """Its `_apply_sampling_transforms`, without `top_p`."""
+    logits = logits / sampling.temperature[:, None]
+    ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
+    dropped = (sampling.top_k[:, None] > 0) & (ranks >= sampling.top_k[:, None])
+    return jnp.where(dropped, -1e12, logits)
+
+
+@dataclasses.dataclass
+class Request:
+    """Its `CachedRequestState`."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    in_progress_prompt_logprobs_cpu: object = None
+
+    @property
+    def num_prompt_tokens(self):
+        return len(self.prompt_token_ids)
+
+
+class Batch:
+    """Its `InputBatch`, which makes an array for each request that asks for log-probabilities."""
+
+    def __init__(self):
+        self.num_prompt_logprobs = {}
+
+    def add_request(self, request, req_index=None, dp_rank=0):
+        self.num_prompt_logprobs[request.req_id] = 1
+        request.in_progress_prompt_logprobs_cpu = "whatever memory has"
+        return dp_rank
+
+
+class BatchManager:
+    """Its `PersistentBatchManager`."""
+
+    def __init__(self, requests):
+        self.requests = requests
+
+    def update_states(self, scheduler_output, get_mrope_input_positions_fn):
+        return {name: request.output_token_ids for name, request in self.requests.items()}
+
+
+class MaskManager:
+    """Its `StructuredDecodingManager`, which takes masks for sorted by the requests' names."""
+
+    def __init__(self, runner):
+        self.runner = runner
+
+    def prepare_structured_decoding_input(self, logits, grammar_output):
+        names = sorted(grammar_output.structured_output_request_ids)
+        return dict(zip(names, grammar_output.grammar_bitmask.tolist(), strict=True))
+
+
 @dataclasses.dataclass(eq=False)
 class Host:
     """The state of the stand-in: what it was told, and what a test makes it answer."""
@@ -244,6 +320,18 @@ def serving_modules(host: Host) -> Modules:
         "tpu_inference.models.vllm.vllm_model_wrapper": {},
         "tpu_inference.models.vllm.vllm_model_wrapper_context": {
             "get_vllm_model_wrapper_context": host.wrapper_context,
+        },
+        "tpu_inference.layers.jax.sample.rejection_sampler": {
+            "_compute_probs": None,
+            "_get_segment_info": segments,
+        },
+        "tpu_inference.layers.jax.sample.sampling": {"_apply_sampling_transforms": transform},
+        "tpu_inference.runner.input_batch": {"InputBatch": type("InputBatch", (Batch,), {})},
+        "tpu_inference.runner.persistent_batch_manager": {
+            "PersistentBatchManager": type("PersistentBatchManager", (BatchManager,), {}),
+        },
+        "tpu_inference.runner.structured_decoding_manager": {
+            "StructuredDecodingManager": type("StructuredDecodingManager", (MaskManager,), {}),
         },
         "tpu_inference.distributed.utils": {},
         "tpu_inference.spec_decode.jax.dflash": {
@@ -364,6 +452,14 @@ def config(**changes: object) -> SimpleNamespace:
         "enable_prompt_embeds": False,
         "logits_processors": None,
         "quantization": None,
+        "return_sampling_mask": False,
+        "enable_trace_replay": False,
+        "kv_cache_memory_bytes": None,
+        "kv_offloading_size": None,
+        "model": "organization/name",
+        "revision": None,
+        "convert_type": "none",
+        "sliding_window": None,
         **changes,
     }
     found = SimpleNamespace(
@@ -372,13 +468,15 @@ def config(**changes: object) -> SimpleNamespace:
         get_total_num_kv_heads=lambda: 4,
         get_vocab_size=lambda: values["vocabulary"],
         get_head_size=lambda: values["head_size"],
+        get_sliding_window=lambda: values["sliding_window"],
     )
     found.hf_config = found.hf_text_config = found
     parts = ("model", "parallel", "cache", "scheduler", "sharding")
     names = [f"{part}_config" for part in parts]
-    optional = ("speculative_config", "lora_config", "quant_config")
+    optional = ("speculative_config", "lora_config", "quant_config", "watermark_config")
     given = {name: changes.get(name) for name in optional}
     given["backend"] = SimpleNamespace(name="JATTN")
+    given["use_v2_model_runner"] = changes.get("use_v2_model_runner", False)
     given["additional_config"] = changes.get("additional_config", {})
     return SimpleNamespace(**dict.fromkeys(names, found), **given)
 

@@ -189,9 +189,14 @@ def host(monkeypatch):
         setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
     batch = types.ModuleType("schedule_batch")
     batch.ModelWorkerSamplingInfo = subclass("ModelWorkerSamplingInfo", SamplingInfo)
+    configs, model_config = types.ModuleType("configs"), types.ModuleType("model_config")
+    configs.model_config = model_config
+    model_config.get_config = lambda config, model_override_args=None: config
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
         "sgl_jax.srt": types.ModuleType("srt"),
+        "sgl_jax.srt.configs": configs,
+        "sgl_jax.srt.configs.model_config": model_config,
         "sgl_jax.srt.constrained": constrained,
         "sgl_jax.srt.constrained.base_grammar_backend": grammar,
         "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
@@ -230,6 +235,7 @@ def host(monkeypatch):
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
     found.ServerArgs, found.TokenizerManager = server_args, tokenizer
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
+    found.model_config = model_config
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
     monkeypatch.setattr(

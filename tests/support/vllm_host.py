@@ -404,6 +404,7 @@ def main() -> None:
     parts = {"judge": judge, "generate": generate, "nodes": nodes}
     parts |= {"judge images": vllm_images.judge, "generate images": vllm_images.generate}
     parts |= {"ask": vllm_requests.ask, "embed": vllm_requests.embed}
+    parts["ask together"] = vllm_requests.ask_together
     parts["judge embeddings"] = vllm_requests.judge
     asked = json.loads(sys.argv[1])
     found = parts[asked.pop("part")](**asked)

@@ -52,23 +52,59 @@ def ask(
       For each request `tokens`, a list per prompt, or `error`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm import LLM
 
     small = {**vllm_host.SMALL, "skip_tokenizer_init": False, **engine}
     llm = LLM(model=folder, attention_backend="jattn", **small)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = []
     for fields in requests:
-        fields = {"temperature": 0.0, "max_tokens": 6, **fields}
-        if "logit_bias" in fields:
-            fields["logit_bias"] = {int(token): x for token, x in fields["logit_bias"].items()}
-        if "choice" in fields:
-            fields["structured_outputs"] = StructuredOutputsParams(choice=fields.pop("choice"))
         try:
-            answers = llm.generate(given, SamplingParams(**fields), use_tqdm=False)
+            answers = llm.generate(given, _sampling(fields), use_tqdm=False)
         except Exception as error:
             found.append({"error": f"{type(error).__name__}: {error}"})
             continue
         found.append({"tokens": [list(answer.outputs[0].token_ids) for answer in answers]})
     return found
+
+
+def ask_together(
+    folder: str, prompts: list[list[int]], engine: dict[str, Any], requests: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Ask vLLM's own engine in this process for a continuation of each prompt, all at once.
+
+    Args:
+      requests: of each prompt, as those of `ask`.
+
+    Returns:
+      `tokens` of each request, the log-probabilities of its `prompt` if it asks for them, and how
+      many `preemptions` there were.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    small = {**vllm_host.SMALL, "skip_tokenizer_init": False, "disable_log_stats": False}
+    llm = LLM(model=folder, attention_backend="jattn", **{**small, **engine})
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = llm.generate(given, [_sampling(fields) for fields in requests], use_tqdm=False)
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    return {
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "prompt": [
+            [next(iter(one.values())).logprob for one in answer.prompt_logprobs or () if one]
+            for answer in answers
+        ],
+        "preemptions": metrics["vllm:num_preemptions"].value,
+    }
+
+
+def _sampling(fields: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields = {"temperature": 0.0, "max_tokens": 6, **fields}
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {int(token): x for token, x in fields["logit_bias"].items()}
+    if "choice" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(choice=fields.pop("choice"))
+    return SamplingParams(**fields)

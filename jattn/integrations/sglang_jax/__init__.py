@@ -36,6 +36,7 @@ from jattn.integrations.sglang_jax import (
     recurrent,
     refusals,
     requests,
+    rotary,
     settings,
     tables,
     writes,
@@ -105,6 +106,7 @@ def install() -> None:
     ServerArgs.__post_init__ = finish_and_check
     requests.enable()
     grammars.enable()
+    rotary.enable()
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 
 

@@ -27,7 +27,15 @@ from jax.sharding import PartitionSpec as P
 
 from jattn.integrations import versions
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, latent, linear, processes, requests, routing
+from jattn.integrations.tpu_inference import (
+    batches,
+    cpu,
+    latent,
+    linear,
+    processes,
+    requests,
+    routing,
+)
 from jattn.integrations.tpu_inference.cpu import enable_cpu
 from jattn.integrations.tpu_inference.refusals import HOST, NAME, TESTED, check
 from jattn.integrations.versions import ANY_VERSION
@@ -171,6 +179,7 @@ def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
     # out (0.32.0): the one they fall back to has to be the same.
     attention_interface.RPAAttentionBackend = _backend_class()
     routing.enable()
+    batches.enable()
     return _backend_class()(soft_cap, chunk)
 
 

@@ -11,27 +11,18 @@ import jax
 
 from jattn import checks
 from jattn.integrations import versions
-from jattn.integrations.tpu_inference import drafts, experts
+from jattn.integrations.tpu_inference import drafts, experts, jax_models
 from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
 
 NAME = "jattn"
 HOST = "tpu-inference"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
-# JAX models of the host that call a kernel for TPUs themselves, past the registered backend.
-WITH_TPU_KERNELS = (
-    *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
-    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-)
-# A JAX model of text that the host makes from the configuration of one of images and text.
-TEXT_OF_MORE = "Gemma4ForCausalLM"
-# JAX models of the host whose weights are loaded as they are, into heads that may be padded.
-UNPADDED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# One that reads the text_config of a model of images and text for its head, if that has weights.
-UNTIED_OF_MORE = "Qwen2ForCausalLM"
 ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has in bfloat16
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
+EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: after how many steps
 PACKING = "MLA_KV_PACKING_SIZE"  # the host's variable: latents of so many tokens lie together
+WITHOUT_CHUNKS = """--hf-overrides '{"dual_chunk_attention_config": null}'"""
 LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes of log-probabilities that it has
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -55,7 +46,8 @@ def check(config: VllmConfig) -> None:
         _check_kv_heads(problems, config, implementation)
         _check_kernels(problems, config, platform)
         _check_model(problems, config, implementation)
-        _check_implementation(problems, config, implementation)
+        if implementation != "vllm":
+            jax_models.check(problems, config)
         _check_adapters(problems, config, implementation)
         _check_unread(problems, config)
         drafts.check(problems, config, implementation)
@@ -145,14 +137,38 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
 
 
 def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
-    """Several tokens a step only where the host counts them right."""
+    """Steps as the host counts them: several tokens in one only where it counts right."""
     problems.require(
-        not config.additional_config.get("enable_continue_decode")
-        or not config.scheduler_config.async_scheduling,
-        "enable_continue_decode of --additional_config",
+        not config.use_v2_model_runner,
+        "VLLM_USE_V2_MODEL_RUNNER",
+        os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "left out, with Triton installed"),
+        "0: vLLM's scheduler would send a request that was preempted as a new one, and the host "
+        "start its answer again",
+    )
+    if not config.additional_config.get("enable_continue_decode"):
+        return
+    setting = "enable_continue_decode of --additional_config"
+    problems.require(
+        not config.scheduler_config.async_scheduling,
+        setting,
         "true",
         "left out, or given with --no-async-scheduling: the host then loses count of the tokens "
         "that it has decoded, and answers with wrong ones",
+    )
+    kinds = sorted(set(getattr(config.model_config.hf_text_config, "layer_types", None) or ()))
+    problems.require(
+        len(kinds) < 2,
+        setting,
+        f"true, for layers of {' and '.join(kinds)}",
+        "left out: the host then ends with the first request, whose caches are in several groups",
+    )
+    interval = os.environ.get(EOS_INTERVAL) or "1"
+    problems.require(
+        interval == "1",
+        EOS_INTERVAL,
+        interval,
+        "1: the host overwrites the last key of an answer that ended before, and other requests "
+        "may share it",
     )
 
 
@@ -210,6 +226,19 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "given",
         "left out for a model with recurrent states: the host keeps rejected drafts in them",
     )
+    problems.require(
+        not (config.speculative_config and model.is_multimodal_model),
+        "--speculative-config",
+        "given",
+        "left out for a model of more than text, or given with --limit-mm-per-prompt 0 for all "
+        "kinds of input: the host ends with the first image",
+    )
+    problems.require(
+        getattr(model.hf_text_config, "dual_chunk_attention_config", None) is None,
+        "--model",
+        f"{names} with dual_chunk_attention_config",
+        f"one without it ({WITHOUT_CHUNKS}): neither jattn nor the host attends in such chunks",
+    )
     window = getattr(model.hf_config, "rswa_window", None)
     problems.require(
         window is None,
@@ -223,42 +252,6 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "not 0 for all kinds of input",
         f"0 for each: tokens of an image see each other in {names}, and the host has each see "
         "those before it only",
-    )
-
-
-def _check_implementation(
-    problems: checks.Problems, config: VllmConfig, implementation: str
-) -> None:
-    """A JAX model of the host only where it can load the weights, and takes a backend."""
-    if implementation == "vllm":
-        return
-    model = config.model_config
-    architectures = model.architectures or ()
-
-    def require(ok: bool, why: str) -> None:
-        asked = os.environ.get("MODEL_IMPL_TYPE", "auto")
-        problems.require(ok, "MODEL_IMPL_TYPE", asked, f"vllm: {why}")
-
-    past_the_backend = ", ".join(name for name in architectures if name in WITH_TPU_KERNELS)
-    require(not past_the_backend, f"the host's JAX model of {past_the_backend} takes no backend")
-    is_whole = hasattr(model.hf_config, "text_config")
-    require(
-        is_whole or TEXT_OF_MORE not in architectures,
-        f"the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
-    )
-    require(
-        is_whole
-        or UNTIED_OF_MORE not in architectures
-        or getattr(model.hf_config, "tie_word_embeddings", False),
-        f"the host's JAX model of {UNTIED_OF_MORE} reads a config.json with a text_config, unless "
-        "tie_word_embeddings is set there",
-    )
-    unpadded = ", ".join(name for name in architectures if name in UNPADDED)
-    size = model.get_head_size()
-    require(
-        not unpadded or size == 64 or size % 128 == 0,
-        f"the host's JAX model of {unpadded} loads weights for head sizes of 64 and multiples of "
-        f"128 only, not {size}",
     )
 
 
@@ -281,14 +274,21 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         f"given, for a vocabulary of {vocabulary} tokens",
         f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
     )
-    targets = adapters.target_modules
+    targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH")
     problems.require(
         not model.get_num_experts()
+        or by_variable is not None
         or (targets is not None and not any("experts" in name for name in targets)),
         "--lora-target-modules",
         "left out" if targets is None else " ".join(targets),
         f"names of layers other than experts (q_proj v_proj) for {names}: the host's experts take "
         "no adapters",
+    )
+    problems.require(
+        not model.get_num_experts() or not by_variable,
+        "LORA_MODULE_PATH",
+        str(by_variable),
+        f"left out for {names}, with --lora-target-modules: the host's experts take no adapters",
     )
 
 
@@ -319,6 +319,22 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         str(model.logprobs_mode),
         f"one of {', '.join(LOGPROBS)}: the host returns no logits",
     )
+    for flag, given, why in (
+        (
+            "--kv-cache-memory-bytes",
+            config.cache_config.kv_cache_memory_bytes,
+            "the host divides memory by --gpu-memory-utilization and --num-gpu-blocks-override",
+        ),
+        (
+            "--kv-offloading-size",
+            config.cache_config.kv_offloading_size,
+            "the host moves no blocks elsewhere",
+        ),
+        ("--watermark-config", config.watermark_config, "the host would mark no text"),
+        ("--return-sampling-mask", model.return_sampling_mask or None, "the host returns none"),
+        ("--enable-trace-replay", model.enable_trace_replay or None, "the host has no code for it"),
+    ):
+        problems.require(given is None, flag, str(given), f"left out: {why}")
     vocabulary = model.get_vocab_size()
     problems.require(
         0 <= model.max_logprobs <= vocabulary,

@@ -64,6 +64,12 @@ def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
     with checks.checking(f"--attention-backend {name}") as problems:
         _check_logprobs(problems, params, config)
         _check_sampling(problems, params)
+        problems.require(
+            params.structured_outputs is None or not config.speculative_config,
+            "structured_outputs",
+            "given (or response_format, or a tool_choice)",
+            "left out with --speculative-config: the host masks other tokens than those drafted",
+        )
 
 
 def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:

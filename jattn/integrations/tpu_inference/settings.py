@@ -18,6 +18,11 @@ class ModelConfig(Protocol):
     max_logprobs: int
     logits_processors: Sequence[object] | None
     quantization: str | None
+    return_sampling_mask: bool
+    enable_trace_replay: bool
+    model: str  # a folder, or a repository's name
+    revision: str | None
+    convert_type: str  # "none", "embed" or "classify"
     architectures: Sequence[str] | None
     hf_config: object  # of transformers
     hf_text_config: object  # its part for text, or all of it
@@ -25,6 +30,8 @@ class ModelConfig(Protocol):
     def get_head_size(self) -> int: ...
 
     def get_total_num_kv_heads(self) -> int: ...
+
+    def get_sliding_window(self) -> int | None: ...
 
     def get_num_experts(self) -> int: ...
 
@@ -48,6 +55,8 @@ class CacheConfig(Protocol):
     cache_dtype: str
     kv_cache_dtype_skip_layers: Sequence[str]
     kv_sharing_fast_prefill: bool
+    kv_cache_memory_bytes: int | None
+    kv_offloading_size: float | None
 
 
 class SchedulerConfig(Protocol):
@@ -91,6 +100,8 @@ class VllmConfig(Protocol):
     speculative_config: SpeculativeConfig | None
     lora_config: LoRAConfig | None
     quant_config: object | None
+    watermark_config: object | None
+    use_v2_model_runner: bool
 
 
 class SamplingParams(Protocol):
@@ -109,6 +120,7 @@ class SamplingParams(Protocol):
     ignore_eos: bool
     stop_token_ids: Sequence[int] | None
     thinking_token_budget: int | None
+    structured_outputs: object | None
 
 
 def is_off(setting: str) -> bool:

@@ -1,0 +1,135 @@
+"""What tpu-inference's runner does to the requests of a batch otherwise than vLLM means it.
+
+A request that left the batch and returns, grammars of several requests, and sampled drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+GREEDY = 1e-5  # below this temperature the host does not sample
+
+
+def enable() -> None:
+    """Mend what the host computes for some batches.
+
+    Each hook takes the place of a function of tpu-inference, in processes whose engine attends by
+    jattn:
+
+    - `PersistentBatchManager.update_states`: a request that was preempted, or was not scheduled in
+      a step, returns with the tokens that vLLM sends for it. With asynchronous scheduling the host
+      keeps a 0 for a token that was still computed as the request left.
+    - `InputBatch.add_request`: a request that returns keeps the log-probabilities of its prompt
+      that it has so far; one that has answered is asked for no more. The host makes an array of
+      its own for them, and returns whatever memory has.
+    - `StructuredDecodingManager.prepare_structured_decoding_input`: each request is masked by its
+      own grammar. vLLM has the masks in the order in which requests are scheduled; the host takes
+      them for sorted by the requests' names.
+    - `rejection_sampler._compute_probs`: the probabilities of drafted tokens are those that the
+      host samples other tokens by, and 0 or 1 for a request that does not sample. The host divides
+      such a request's logits by -1 where another request of the batch samples, and chooses among
+      tokens before it divides by the temperature.
+
+    Raises:
+      ImportError: tpu-inference is not installed, or is another version.
+    """
+    from tpu_inference.layers.jax.sample import rejection_sampler
+    from tpu_inference.runner.input_batch import InputBatch
+    from tpu_inference.runner.persistent_batch_manager import PersistentBatchManager
+    from tpu_inference.runner.structured_decoding_manager import StructuredDecodingManager
+
+    if rejection_sampler._compute_probs is probabilities:
+        return  # done before
+    rejection_sampler._compute_probs = probabilities
+    _before(PersistentBatchManager, "update_states", _recall_tokens)
+    _around_add(InputBatch)
+    _with_masks_sorted(StructuredDecodingManager)
+
+
+def _before(cls: type[Any], name: str, prepare: Any) -> None:
+    """Let `prepare` see the arguments of a method first."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    setattr(cls, name, prepared)
+
+
+def _recall_tokens(manager: Any, scheduler_output: Any, *more: Any) -> None:
+    """Give requests that return to the batch the tokens that they have answered with."""
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if name not in cached.all_token_ids:
+            continue  # the last step had it, too
+        request = manager.requests[name]
+        answered = cached.all_token_ids[name][request.num_prompt_tokens :]
+        if len(answered) == count:
+            request.output_token_ids = list(answered)
+
+
+def _around_add(batch: type[Any]) -> None:
+    add = batch.add_request
+
+    @functools.wraps(add)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        so_far = request.in_progress_prompt_logprobs_cpu
+        found = add(self, request, *args, **kwargs)
+        if request.output_token_ids:
+            self.num_prompt_logprobs.pop(request.req_id, None)
+            request.in_progress_prompt_logprobs_cpu = None
+        elif so_far is not None:
+            request.in_progress_prompt_logprobs_cpu = so_far
+        return found
+
+    batch.add_request = add_request
+
+
+def _with_masks_sorted(manager: type[Any]) -> None:
+    prepare = manager.prepare_structured_decoding_input
+
+    @functools.wraps(prepare)
+    def prepare_sorted(self: Any, logits: Any, grammar_output: Any) -> Any:
+        rows = {
+            name: row
+            for row, name in enumerate(grammar_output.structured_output_request_ids)
+            if name in self.runner.input_batch.req_id_to_index
+        }
+        names = sorted(rows)
+        masks = grammar_output.grammar_bitmask[[rows[name] for name in names]]
+        in_order = SimpleNamespace(structured_output_request_ids=names, grammar_bitmask=masks)
+        return prepare(self, logits, in_order)
+
+    manager.prepare_structured_decoding_input = prepare_sorted
+
+
+def probabilities(logits: jax.Array, num_draft_tokens: jax.Array, sampling: Any) -> jax.Array:
+    """The probability of each token where one is drafted, `[tokens, vocabulary]` float32.
+
+    A token that cannot be sampled has -1: a draft is kept if its probability is at least a number
+    drawn from [0, 1), which may be 0.
+
+    Args:
+      logits: of the positions that have drafts, `[tokens, vocabulary]`.
+      num_draft_tokens: of each request, `[requests]`.
+      sampling: the host's `TPUSupportedSamplingMetadata`, of requests.
+    """
+    from tpu_inference.layers.jax.sample import rejection_sampler
+    from tpu_inference.layers.jax.sample.sampling import _apply_sampling_transforms
+
+    request, _ = rejection_sampler._get_segment_info(num_draft_tokens, logits.shape[0])
+    logits = logits.astype(jnp.float32)
+    fields = {name: getattr(sampling, name)[request] for name in ("temperature", "top_k", "top_p")}
+    of_tokens = dataclasses.replace(sampling, **fields)
+    sampled = jax.nn.softmax(_apply_sampling_transforms(logits, of_tokens))
+    likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    found = jnp.where(of_tokens.temperature[:, None] < GREEDY, likeliest, sampled)
+    return jnp.where(found > 0, found, -1)

@@ -1,0 +1,97 @@
+"""Models that tpu-inference has written in JAX, where they are not the models of vLLM.
+
+The host prefers them. `MODEL_IMPL_TYPE=vllm` takes vLLM's model of torch instead.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jattn import checks
+from jattn.integrations.tpu_inference.settings import ModelConfig, VllmConfig
+
+# Call a kernel for TPUs themselves, past the registered backend.
+WITH_TPU_KERNELS = (
+    *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
+    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+)
+# One of text that the host makes from the configuration of one of images and text.
+TEXT_OF_MORE = "Gemma4ForCausalLM"
+# Weights are loaded as they are, into heads that may be padded.
+UNPADDED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Reads the text_config of a model of images and text for its head, if that has weights.
+UNTIED_OF_MORE = "Qwen2ForCausalLM"
+IMAGES = "Qwen2_5_VLForConditionalGeneration"
+# Know no mask but the causal one; and of rotary embeddings, the plain one and Llama 3's.
+PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", IMAGES)
+# Download weights of a repository's main branch.
+OF_MAIN = ("LlamaForCausalLM", IMAGES)
+POOLERS = ("none", "embed")  # what pooling they have, as --convert names it
+
+
+def check(problems: checks.Problems, config: VllmConfig) -> None:
+    """Note what the host's JAX model would load or compute otherwise than vLLM's."""
+    model = config.model_config
+    architectures = model.architectures or ()
+
+    def require(ok: bool, why: str) -> None:
+        asked = os.environ.get("MODEL_IMPL_TYPE", "auto")
+        problems.require(ok, "MODEL_IMPL_TYPE", asked, f"vllm: {why}")
+
+    past_the_backend = ", ".join(name for name in architectures if name in WITH_TPU_KERNELS)
+    require(not past_the_backend, f"the host's JAX model of {past_the_backend} takes no backend")
+    is_whole = hasattr(model.hf_config, "text_config")
+    require(
+        is_whole or TEXT_OF_MORE not in architectures,
+        f"the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
+    )
+    require(
+        is_whole
+        or UNTIED_OF_MORE not in architectures
+        or getattr(model.hf_config, "tie_word_embeddings", False),
+        f"the host's JAX model of {UNTIED_OF_MORE} reads a config.json with a text_config, unless "
+        "tie_word_embeddings is set there",
+    )
+    unpadded = ", ".join(name for name in architectures if name in UNPADDED)
+    size = model.get_head_size()
+    require(
+        not unpadded or size == 64 or size % 128 == 0,
+        f"the host's JAX model of {unpadded} loads weights for head sizes of 64 and multiples of "
+        f"128 only, not {size}",
+    )
+    plain = ", ".join(name for name in architectures if name in PLAIN)
+    rotary = "" if not plain else _other_rotary(model)
+    require(not rotary, f"the host's JAX model of {plain} computes Llama 3's scaling for {rotary}")
+    window = model.get_sliding_window()
+    require(
+        not plain or window is None,
+        f"the host's JAX model of {plain} has no window, and the model one of {window}",
+    )
+    require(
+        not plain or getattr(model.hf_text_config, "is_causal", True),
+        f"the host's JAX model of {plain} is causal, and is_causal false",
+    )
+    require(
+        model.convert_type in POOLERS,
+        f"the host's JAX models have no pooler for --convert {model.convert_type}",
+    )
+    of_main = ", ".join(name for name in architectures if name in OF_MAIN)
+    problems.require(
+        not of_main or model.revision is None or os.path.isdir(model.model),
+        "--revision",
+        str(model.revision),
+        f"left out, with --model a folder that has that revision, or MODEL_IMPL_TYPE=vllm: for "
+        f"{of_main} the host downloads the weights of the main branch",
+    )
+
+
+def _other_rotary(model: ModelConfig) -> str:
+    """The kind of rotary embedding, where it is neither plain nor Llama 3's."""
+    found = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    has_images = IMAGES in (model.architectures or ())
+    known = ("default", "mrope") if has_images else ("default", "llama3")
+    if kind not in known:
+        return f"rope_type {kind}"
+    part = found.get("partial_rotary_factor", 1)
+    return "" if part == 1 else f"partial_rotary_factor {part}"
