@@ -394,6 +394,10 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
     "an answer of some length, with drafts": (
         {"min_new_tokens": 3}, DRAFTS, "min_new_tokens: 3, but must be 0 with",
     ),
+    "a sample, with drafts in blocks": (
+        {"temperature": 0.7}, {"speculative_algorithm": "DFLASH"},
+        "temperature: 0.7, but must be 0 (or top_k 1) with --speculative-algorithm DFLASH",
+    ),
     **{
         f"{name} with drafts": (
             {name: "x"}, DRAFTS,
@@ -408,6 +412,11 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
 TAKEN = {
     "log-probabilities": ({"return_logprob": True}, {}),
     "drafts": ({}, DRAFTS),
+    "a sample, with drafts in chains": ({"temperature": 0.7}, DRAFTS),
+    "the likeliest token, with drafts in blocks": (
+        {"top_k": 1},
+        {"speculative_algorithm": "DFLASH"},
+    ),
     "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
     "the likeliest token": ({"min_p": 0.1, "top_k": 1, "sampling_seed": 7}, {}),
     "a seed": ({"sampling_seed": 7}, {"enable_deterministic_sampling": True}),
@@ -419,6 +428,7 @@ TAKEN = {
 def ask(host, fields: dict, settings: dict) -> object:
     """What the host makes of a request."""
     params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
+    params["temperature"] = 1.0
     params |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
     params |= dict.fromkeys((*sglang_jax.requests.GRAMMARS, "sampling_seed"))
     params |= {name: value for name, value in fields.items() if name in params}
@@ -436,7 +446,7 @@ def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
     with pytest.raises(ValueError, match="1 wrong argument") as error:
         ask(host, fields, settings)
     assert message in str(error.value)
-    ask(host, {}, settings)
+    ask(host, {"top_k": 1}, settings)
 
 
 @pytest.mark.parametrize("name", TAKEN)

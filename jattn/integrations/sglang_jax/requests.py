@@ -141,3 +141,10 @@ def _check_drafted(
             str(value),
             f"0 with --speculative-algorithm {algorithm}: the host accepts drafts without it",
         )
+    problems.require(
+        algorithm != "DFLASH" or params.top_k == 1,
+        "temperature",
+        str(params.temperature),
+        "0 (or top_k 1) with --speculative-algorithm DFLASH: the host takes greedy requests only, "
+        "and may end with others",
+    )

@@ -70,6 +70,7 @@ class SamplingParams(Protocol):
     repetition_penalty: float
     sampling_seed: int | None
     structural_tag: object
+    temperature: float
     top_k: int
 
 

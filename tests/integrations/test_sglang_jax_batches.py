@@ -1,0 +1,168 @@
+"""Requests that share a batch of sglang-jax with jattn, and drafts: each gets its own answer.
+
+Needs what `tests/integrations/test_sglang_jax.py` needs:
+
+    pytest -m hosts tests/integrations/test_sglang_jax_batches.py
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import re
+
+import pytest
+
+from tests.support import numpy_model, sglang_drafts
+from tests.support.sglang_host import COUNT, ask, judged, prompts, run, server
+
+pytestmark = [pytest.mark.hosts]
+if not importlib.util.find_spec("sgl_jax"):
+    pytestmark.append(pytest.mark.skip(reason="needs sglang-jax: pip install 'jattn[sglang]'"))
+
+SAMPLED = {"temperature": 1.0, "top_k": 20}
+CHAINS = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "speculative_num_steps": 3,
+}
+BLOCKS = {
+    "grammar_backend": "none",
+    "speculative_algorithm": "DFLASH",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+    "speculative_num_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory):
+    """A model with EAGLE3 drafts, and the settings of an engine with them."""
+    target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    judge = sglang_drafts.drafted(target, draft)
+    return judge, {"page_size": 16, "speculative_draft_model_path": str(draft), **CHAINS}
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A model with DFLASH drafts, whose drafts see each other, and keys made of hidden states."""
+    target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    judge = sglang_drafts.drafted_in_blocks(target, draft)
+    return judge, {"page_size": 16, "speculative_draft_model_path": str(draft), **BLOCKS}
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("kind", ["chains", "blocks"])
+def test_drafts_change_no_token(request, kind, overlaps):
+    """Many of them are right; the host's answers may be longer than asked for."""
+    judge, engine = request.getfixturevalue(kind)
+    found = run(judge.folder, **engine, disable_overlap_schedule=not overlaps)
+    assert [tokens[:COUNT] for tokens, _ in found] == judge.tokens
+    assert max(len(tokens) for tokens, _ in found) > COUNT  # of drafts taken with the last one
+
+
+def test_greedy_requests_stay_greedy_next_to_sampled_ones_with_drafts(chains):
+    judge, engine = chains
+    sampling = [SAMPLED if n % 2 else {} for n in range(len(prompts()))]
+    found = run(judge.folder, sampling=sampling, **engine)
+    for n, (tokens, _) in enumerate(found):
+        assert len(tokens) >= COUNT
+        assert (tokens[:COUNT] == judge.tokens[n]) == (not sampling[n])
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_requests_that_are_retracted_go_on_as_if_they_were_not(tmp_path, overlaps):
+    """The pages of five answers of 60 tokens do not fit at once.
+
+    The host makes room for the whole of an answer that no token ends, so these may end.
+    """
+    config = {**numpy_model.QWEN3, "eos_token_id": 94}
+    judge, count = judged(tmp_path, config), 60
+    want = [numpy_model.greedy(config, judge.weights, prompt, count) for prompt in prompts()]
+    assert not any(94 in tokens for tokens in want)
+    found = run(
+        judge.folder,
+        count=count,
+        sampling=[{"ignore_eos": False}] * len(want),
+        page_size=16,
+        max_total_tokens=288,
+        schedule_conservativeness=0.05,
+        said="Retract requests",
+        log_level="warning",
+        disable_overlap_schedule=not overlaps,
+        disable_radix_cache=True,
+    )
+    assert [tokens for tokens, _ in found] == want
+
+
+def flags(engine: dict[str, object]) -> list[str]:
+    """An engine's settings, for a server's command line."""
+    return [word for name, x in engine.items() for word in (f"--{name.replace('_', '-')}", str(x))]
+
+
+def test_a_sampled_request_does_not_end_those_next_to_it(blocks, tmp_path):
+    """The host takes no sampled requests with DFLASH, and ends where one is in a batch."""
+    judge, engine = blocks
+    with (
+        server(judge.folder, tmp_path, "--skip-tokenizer-init", *flags(engine)) as address,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
+        fields = [{}, {"temperature": 1.0}, {}, {"temperature": 0.7, "top_k": 5}] * 3
+        for given, (status, answer) in zip(
+            fields, threads.map(lambda one: ask(address, **one), fields), strict=True
+        ):
+            if given:
+                assert (status, "temperature: " in str(answer)) == (400, True), answer
+            else:
+                assert answer["output_ids"][:COUNT] == judge.tokens[0], answer
+
+
+LONG, SHORT = "[ab]{9}c", "[xyz]{3}"
+WRONG = {"regex": "(", "json_schema": '{"type": "nothing"}', "ebnf": "start: ["}
+
+
+def test_grammars_hold_for_their_own_requests(tmp_path):
+    """Several requests with one grammar, others next to them, and grammars that are none."""
+    config = {**numpy_model.QWEN3, "vocab_size": 320}
+    judge = judged(tmp_path, config)
+    numpy_model.save_letters(judge.folder)
+    fields = [{"regex": LONG}, {}, {"regex": SHORT}, {"regex": LONG}, {"regex": LONG}, {}]
+    fields += [{"regex": SHORT}, {"regex": LONG}]
+    with (
+        server(judge.folder, tmp_path, "--page-size", "16") as address,
+        concurrent.futures.ThreadPoolExecutor(len(fields)) as threads,
+    ):
+        for _ in range(3):
+            for name, grammar in WRONG.items():
+                status, answer = ask(address, **{name: grammar})
+                assert (status, "nvalid grammar" in str(answer)) == (400, True), answer
+            found = list(threads.map(lambda one: ask(address, ignore_eos=not one, **one), fields))
+            for given, (status, answer) in zip(fields, found, strict=True):
+                assert status == 200, answer
+                if given:
+                    assert re.fullmatch(given["regex"], answer["text"]), answer
+                else:
+                    assert answer["output_ids"] == judge.tokens[0], answer
+
+
+def test_requests_that_the_host_would_not_follow_are_refused_alone(chains, tmp_path):
+    """HTTP 400 each; log-probabilities of drafts would end the scheduler."""
+    judge, engine = chains
+    with server(judge.folder, tmp_path, "--skip-tokenizer-init", *flags(engine)) as address:
+        for fields in (
+            {"return_logprob": True},
+            {"logit_bias": {"5": 2.0}},
+            {"repetition_penalty": 1.5},
+            {"min_p": 0.5, "temperature": 1.0},
+            {"sampling_seed": 7, "temperature": 1.0},
+            {"frequency_penalty": 1.0},
+            {"presence_penalty": 1.0},
+            {"min_new_tokens": 3},
+            {"regex": LONG},
+        ):
+            status, answer = ask(address, **fields)
+            assert (status, next(iter(fields)) in str(answer)) == (400, True), answer
+            status, answer = ask(address)
+            assert status == 200
+            assert answer["output_ids"][:COUNT] == judge.tokens[0]
