@@ -41,17 +41,25 @@ def ask(folder: str, prompts: list[list[int]], requests: list[dict], **engine: o
     return vllm_host.run("ask together", folder=folder, **given)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["a step at a time", "scheduled ahead"])
-def test_requests_that_are_preempted_go_on_as_if_they_were_not(checkpoint, ahead):
-    requests = [LONG] * 3 + [{**LONG, "prompt_logprobs": 0}]
-    engine = {"async_scheduling": ahead, "max_model_len": 96, "enable_prefix_caching": False}
-    want = ask(checkpoint, PROMPTS, requests, **engine)
-    found = ask(checkpoint, PROMPTS, requests, **engine, num_gpu_blocks_override=12)
+CROWDED = {
+    "scheduled ahead": {},
+    "a step at a time": {"async_scheduling": False, "enable_prefix_caching": False},
+    "with drafts": {"speculative_config": DRAFTS},
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_requests_that_are_preempted_go_on_as_if_they_were_not(checkpoint, name):
+    engine, drafts = CROWDED[name], name == "with drafts"
+    last = LONG if drafts else {**LONG, "prompt_logprobs": 0}
+    engine = {**engine, "max_model_len": 96}
+    want = ask(checkpoint, PROMPTS, [*[LONG] * 3, last], **engine)
+    found = ask(checkpoint, PROMPTS, [*[LONG] * 3, last], **engine, num_gpu_blocks_override=12)
     assert want["preemptions"] == 0 < found["preemptions"]
     assert found["tokens"] == want["tokens"]
     for one, other in zip(found["prompt"], want["prompt"], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-    assert [len(x) for x in found["prompt"]] == [0, 0, 0, len(PROMPTS[3]) - 1]
+    assert [len(x) for x in found["prompt"]] == [0, 0, 0, 0 if drafts else len(PROMPTS[3]) - 1]
 
 
 def test_each_request_has_the_grammar_that_it_asked_for(checkpoint):
