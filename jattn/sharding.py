@@ -341,7 +341,7 @@ def paged_attention(
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
-    calls.describe_call(given)
+    calls.describe_call(given)  # here of the whole call, in its words; later of each device's part
     arrays.check_numbers("paged_attention", vars(given))
     traced: dict[str, Any] = {}
     static: dict[str, Any] = {"return_lse": return_lse}
