@@ -44,7 +44,7 @@ ROTARY = {  # what transformers 5 has written, what a user gave, and what the ho
     "plain": ({"rope_theta": 5e5, "rope_type": "default"}, {}, (5e5, None, 1)),
     "scaled": (
         {"rope_theta": 5e5, **YARN}, {},
-        (5e5, {**YARN, "type": "yarn"}, 1),
+        (5e5, YARN, 1),
     ),
     "a part of heads": (
         {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 0.5}, {},
@@ -52,11 +52,11 @@ ROTARY = {  # what transformers 5 has written, what a user gave, and what the ho
     ),
     "three positions": (
         {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [2, 3, 3]}, {},
-        (5e5, {"rope_type": "default", "mrope_section": [2, 3, 3], "type": "default"}, 1),
+        (5e5, {"rope_type": "default", "mrope_section": [2, 3, 3]}, 1),
     ),
-    "a base of the user's": (
-        {"rope_theta": 5e5, **YARN}, {"rope_theta": 7.0},
-        (10.0, {**YARN, "type": "yarn"}, 1),
+    "scaled, by an older name": (
+        {"rope_theta": 5e5, "type": "linear", "factor": 4.0}, {},
+        (5e5, {"rope_type": "linear", "factor": 4.0}, 1),
     ),
     "layers of two kinds, which their model reads": (
         {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}, {},
@@ -77,6 +77,28 @@ def test_rotary_embeddings_that_transformers_5_has_written_are_read(host, name, 
     config = SimpleNamespace(text_config=text) if nested else text
     assert host.model_config.get_config(config, model_override_args=given) is config
     assert (text.rope_theta, text.rope_scaling, text.partial_rotary_factor) == want
+
+
+def test_what_a_user_gives_of_a_rotary_embedding_is_kept(host):
+    """The host gives it to the whole configuration, and not to its part for text."""
+    sglang_jax.install()
+    written = {"rope_theta": 5e5, **YARN}
+    text = SimpleNamespace(rope_parameters=written, rope_theta=10.0)
+    config = SimpleNamespace(rope_parameters=written, rope_theta=7.0, text_config=text)
+    host.model_config.get_config(config, model_override_args={"rope_theta": 7.0})
+    assert (config.rope_theta, text.rope_theta) == (7.0, 5e5)
+    assert config.rope_scaling == text.rope_scaling == YARN
+
+
+def test_a_model_that_counts_the_numbers_it_rotates_is_told_them(host):
+    sglang_jax.install()
+    config = SimpleNamespace(
+        model_type="minimax_m2",
+        head_dim=128,
+        rope_parameters={"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5},
+    )
+    host.model_config.get_config(config)
+    assert (config.rotary_dim, config.rope_theta) == (64, 5e6)
 
 
 def test_every_request_has_a_grammar_of_its_own(host):
@@ -239,6 +261,15 @@ REFUSED = {
     "layers that share keys and values": (
         {"hf_text_config": {"num_kv_shared_layers": 20}},
         "--model-path: a model with num_kv_shared_layers=20, but must be one without (Gemma 4 26B",
+    ),
+    "rotary embeddings of two kinds": (
+        {
+            "hf_text_config": {
+                "model_type": "mimo_v2_flash",
+                "rope_parameters": {"full_attention": {"rope_theta": 5e6}},
+            }
+        },
+        "--model-path: a model of type mimo_v2_flash with rope_parameters for several kinds of",
     ),
     "embeddings per layer": (
         {"hf_text_config": {"hidden_size_per_layer_input": 256}},

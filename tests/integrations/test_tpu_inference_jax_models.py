@@ -18,19 +18,27 @@ TORCH = "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model"
 REFUSED = {  # what a model is, and what its user is told
     "a scaling of its own": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        f"{TORCH} of Qwen3ForCausalLM computes Llama 3's scaling for rope_type yarn",
+        f"{TORCH} of Qwen3ForCausalLM does not compute rope_type yarn",
     ),
     "one by its older name": (
         {**LLAMA, "rope_parameters": {"type": "linear", "factor": 4.0}},
-        f"{TORCH} of LlamaForCausalLM computes Llama 3's scaling for rope_type linear",
+        f"{TORCH} of LlamaForCausalLM does not compute rope_type linear",
     ),
     "a part of heads": (
         {**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        f"{TORCH} of LlamaForCausalLM computes Llama 3's scaling for partial_rotary_factor 0.5",
+        f"{TORCH} of LlamaForCausalLM does not compute partial_rotary_factor 0.5",
+    ),
+    "a factor that others ignore": (
+        {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
+        f"{TORCH} of Qwen3ForCausalLM does not compute a factor of rope_type default as vLLM",
+    ),
+    "layers of two kinds": (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        f"{TORCH} of Qwen3ForCausalLM does not compute rope_parameters of several kinds of layers",
     ),
     "positions of images, scaled": (
         {**IMAGES, "rope_parameters": {"rope_type": "yarn", "mrope_section": [8, 12, 12]}},
-        f"{TORCH} of Qwen2_5_VLForConditionalGeneration computes Llama 3's scaling for",
+        f"{TORCH} of Qwen2_5_VLForConditionalGeneration does not compute rope_type yarn",
     ),
     "a window": (
         {"sliding_window": 512},
@@ -57,6 +65,8 @@ SERVED = {
     },
     "embeddings": {"convert_type": "embed"},
     "a revision that the host downloads": {"revision": "refs/pr/1"},
+    "the revision that it downloads anyway": {**LLAMA, "revision": "main"},
+    "no rotary embedding of its own": {"rope_parameters": None},
     "a window of a model that has windows": {
         "architectures": ["Gemma4ForConditionalGeneration"], "sliding_window": 512,
     },

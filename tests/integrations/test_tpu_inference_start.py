@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pickle
 import sys
 import tomllib
@@ -463,10 +464,14 @@ REFUSED = {
     ),
     "requests that are sent again": (
         {"use_v2_model_runner": True},
-        "VLLM_USE_V2_MODEL_RUNNER: left out, with Triton installed, but must be 0",
+        "VLLM_USE_V2_MODEL_RUNNER: 0, but must be 0: vLLM's scheduler would send a request",
     ),
     "images with drafts": (
-        {"is_multimodal_model": True, "speculative_config": SimpleNamespace(method="ngram")},
+        {
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+            "speculative_config": SimpleNamespace(method="ngram"),
+        },
         "--speculative-config: given, but must be left out for a model of more than text",
     ),
     "chunks of two kinds": (
@@ -483,7 +488,7 @@ REFUSED = {
         "--kv-offloading-size: 4.0, but must be left out: the host moves no blocks elsewhere",
     ),
     "marks in a text": (
-        {"watermark_config": "gumbel"},
+        {"watermark_config": "gumbel", "use_v2_model_runner": True},
         "--watermark-config: gumbel, but must be left out: the host would mark no text",
     ),
     "masks of samples": (
@@ -495,6 +500,10 @@ REFUSED = {
 
 
 SERVED = {
+    "drafts of a model of images that is given none": {
+        "is_multimodal_model": True,
+        "speculative_config": SimpleNamespace(method="ngram"),
+    },
     "several tokens a step": {
         "additional_config": {"enable_continue_decode": True},
         "async_scheduling": False,
@@ -583,6 +592,16 @@ def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host)
         host.start(**changes)
 
 
+@pytest.mark.parametrize("given", [None, "1"])
+def test_vllm_schedules_for_the_runner_that_the_host_has(host, monkeypatch, given):
+    """Unless its user says otherwise, and is told."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
+    tpu_inference.register()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == (given or "0")
+
+
 def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):
     tpu_inference.register()
     host.impl = "vllm"
@@ -591,6 +610,10 @@ def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):
     host.start(**adapted)
     with pytest.raises(ValueError, match=r"LORA_MODULE_PATH: mlp/\(gate\|experts\), but must be"):
         host.start(**adapted, experts=8)
+    monkeypatch.setenv("LORA_MODULE_PATH", "")
+    host.start(**adapted, experts=8)
+    with pytest.raises(ValueError, match="--lora-target-modules: left out, but must be names of"):
+        host.start(lora_config=ADAPTERS, experts=8)
 
 
 def test_ends_of_answers_are_looked_for_in_each_of_several_steps(host, monkeypatch):

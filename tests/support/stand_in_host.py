@@ -442,6 +442,7 @@ def config(**changes: object) -> SimpleNamespace:
         "kv_cache_dtype_skip_layers": [],
         "is_hybrid": False,
         "is_multimodal_model": False,
+        "supports_multimodal_inputs": False,
         "is_mm_prefix_lm": False,
         "use_mla": False,
         "async_scheduling": True,
@@ -485,6 +486,7 @@ def config(**changes: object) -> SimpleNamespace:
 def host(monkeypatch):
     """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
     host = Host()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # taken back after the test
     modules = {**serving_modules(host), **layer_modules(host), **vllm_modules(host)}
     install(modules, monkeypatch)
     version = importlib.metadata.version

@@ -111,7 +111,18 @@ def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None
 
 
 def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> None:
-    """Note layers of Gemma 4 that the host's model of it leaves out."""
+    """Note layers of Gemma 4 that the host's model of it leaves out, and its kinds in others."""
+    text = runner.model_config.hf_text_config
+    rotary = getattr(text, "rope_parameters", None) or {}
+    problems.require(
+        not any(isinstance(part, dict) for part in rotary.values())
+        or str(getattr(text, "model_type", "")).startswith("gemma4"),
+        "--model-path",
+        f"a model of type {getattr(text, 'model_type', None)} with rope_parameters for several "
+        "kinds of layers",
+        "one with a config.json of transformers 4 (rope_theta): the host reads such parameters for "
+        "Gemma 4 only",
+    )
     for name, what in UNREAD.items():
         count = getattr(runner.model_config.hf_text_config, name, None) or 0
         problems.require(

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+COUNTS_NUMBERS = ("minimax_m2",)  # models that read `rotary_dim`, of a head
 SEPARATE = ("rope_theta", "partial_rotary_factor")  # fields of their own in version 4
 
 
@@ -27,10 +28,9 @@ def enable() -> None:
     @functools.wraps(get)
     def get_and_separate(*args: Any, **kwargs: Any) -> Any:
         config = get(*args, **kwargs)
-        given = kwargs.get("model_override_args") or {}
-        text = getattr(config, "text_config", config)
-        for each in {id(x): x for x in (config, text)}.values():
-            separate(each, given)
+        separate(config, kwargs.get("model_override_args") or {})
+        if hasattr(config, "text_config"):  # which `model_override_args` do not reach
+            separate(config.text_config, {})
         return config
 
     model_config.get_config = get_and_separate
@@ -39,7 +39,8 @@ def enable() -> None:
 def separate(config: object, given: Mapping[str, object]) -> None:
     """Set the fields of version 4 from `rope_parameters`, but for those that the user gave.
 
-    Layers of several kinds have parameters each: models that have such layers read those.
+    Where layers of several kinds have parameters each, nothing is set: Gemma 4 reads those, and
+    `refusals` refuses other models.
 
     Args:
       config: of transformers.
@@ -50,9 +51,11 @@ def separate(config: object, given: Mapping[str, object]) -> None:
         return
     found = {name: parameters[name] for name in SEPARATE if name in parameters}
     rest = {name: x for name, x in parameters.items() if name not in SEPARATE}
-    kind = rest.get("rope_type", "default")
-    # DeepSeek's models read the older name.
-    found["rope_scaling"] = None if len(rest) < 2 and kind == "default" else {**rest, "type": kind}
+    kind = rest.pop("rope_type", rest.pop("type", "default"))
+    found["rope_scaling"] = {"rope_type": kind, **rest} if rest or kind != "default" else None
+    part = found.get("partial_rotary_factor")
+    if part is not None and getattr(config, "model_type", "") in COUNTS_NUMBERS:
+        found["rotary_dim"] = int(vars(config)["head_dim"] * part)
     for name, value in found.items():
         if name not in given:
             setattr(config, name, value)

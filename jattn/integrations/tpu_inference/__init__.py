@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,13 @@ from jattn.integrations.tpu_inference import (
     routing,
 )
 from jattn.integrations.tpu_inference.cpu import enable_cpu
-from jattn.integrations.tpu_inference.refusals import HOST, NAME, TESTED, check
+from jattn.integrations.tpu_inference.refusals import (
+    HOST,
+    NAME,
+    NEWER_RUNNER,
+    TESTED,
+    check,
+)
 from jattn.integrations.versions import ANY_VERSION
 
 __all__ = ["ANY_VERSION", "TESTED", "cache_shape", "check", "enable_cpu", "register"]
@@ -55,7 +62,8 @@ def register() -> None:
 
     Does nothing where tpu-inference is not installed (vLLM on torch), and only logs where it has
     no place for a backend. vLLM calls it in every process. On a machine without TPUs it also calls
-    `enable_cpu`.
+    `enable_cpu`. `VLLM_USE_V2_MODEL_RUNNER` becomes 0 where it is not set: with a GPU vLLM would
+    schedule for a runner that tpu-inference does not have.
     """
     if importlib.util.find_spec("tpu_inference") is None:
         return
@@ -75,6 +83,7 @@ def register() -> None:
         vllm_backend=f"{__name__}.VllmBackend",
     )
     if versions.is_taken(HOST, TESTED):
+        os.environ.setdefault(NEWER_RUNNER, "0")
         processes.enable(NAME)
         latent.enable(NAME)
         requests.enable(NAME)

@@ -24,13 +24,14 @@ def enable() -> None:
 
     - `PersistentBatchManager.update_states`: a request that was preempted, or was not scheduled in
       a step, returns with the tokens that vLLM sends for it. With asynchronous scheduling the host
-      keeps a 0 for a token that was still computed as the request left.
+      keeps a 0 for a token that was still computed as the request left. One that is preempted and
+      resumed in the same step (`reset_prefix_cache(reset_running_requests=True)`) is not helped.
     - `InputBatch.add_request`: a request that returns keeps the log-probabilities of its prompt
       that it has so far; one that has answered is asked for no more. The host makes an array of
       its own for them, and returns whatever memory has.
     - `StructuredDecodingManager.prepare_structured_decoding_input`: each request is masked by its
-      own grammar. vLLM has the masks in the order in which requests are scheduled; the host takes
-      them for sorted by the requests' names.
+      own grammar, unless the host has several replicas in one process. vLLM has the masks in the
+      order in which requests are scheduled; the host takes them for sorted by the requests' names.
     - `rejection_sampler._compute_probs`: the probabilities of drafted tokens are those that the
       host samples other tokens by, and 0 or 1 for a request that does not sample. The host divides
       such a request's logits by -1 where another request of the batch samples, and chooses among

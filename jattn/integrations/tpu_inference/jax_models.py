@@ -6,6 +6,7 @@ The host prefers them. `MODEL_IMPL_TYPE=vllm` takes vLLM's model of torch instea
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from jattn import checks
 from jattn.integrations.tpu_inference.settings import ModelConfig, VllmConfig
@@ -61,7 +62,7 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     )
     plain = ", ".join(name for name in architectures if name in PLAIN)
     rotary = "" if not plain else _other_rotary(model)
-    require(not rotary, f"the host's JAX model of {plain} computes Llama 3's scaling for {rotary}")
+    require(not rotary, f"the host's JAX model of {plain} does not compute {rotary}")
     window = model.get_sliding_window()
     require(
         not plain or window is None,
@@ -77,7 +78,7 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     )
     of_main = ", ".join(name for name in architectures if name in OF_MAIN)
     problems.require(
-        not of_main or model.revision is None or os.path.isdir(model.model),
+        not of_main or model.revision in (None, "main") or os.path.isdir(model.model),
         "--revision",
         str(model.revision),
         f"left out, with --model a folder that has that revision, or MODEL_IMPL_TYPE=vllm: for "
@@ -88,10 +89,14 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
 def _other_rotary(model: ModelConfig) -> str:
     """The kind of rotary embedding, where it is neither plain nor Llama 3's."""
     found = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if any(isinstance(part, Mapping) for part in found.values()):
+        return "rope_parameters of several kinds of layers"
     kind = found.get("rope_type", found.get("type", "default"))
     has_images = IMAGES in (model.architectures or ())
     known = ("default", "mrope") if has_images else ("default", "llama3")
     if kind not in known:
         return f"rope_type {kind}"
+    if kind == "default" and ("factor" in found or "scale_factor" in found):
+        return "a factor of rope_type default as vLLM does, which ignores it"
     part = found.get("partial_rotary_factor", 1)
     return "" if part == 1 else f"partial_rotary_factor {part}"

@@ -21,6 +21,7 @@ ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has 
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: after how many steps
+NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: whether its scheduler is for a newer runner
 PACKING = "MLA_KV_PACKING_SIZE"  # the host's variable: latents of so many tokens lie together
 WITHOUT_CHUNKS = """--hf-overrides '{"dual_chunk_attention_config": null}'"""
 LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes of log-probabilities that it has
@@ -139,9 +140,9 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
 def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
     """Steps as the host counts them: several tokens in one only where it counts right."""
     problems.require(
-        not config.use_v2_model_runner,
-        "VLLM_USE_V2_MODEL_RUNNER",
-        os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "left out, with Triton installed"),
+        not config.use_v2_model_runner or config.watermark_config is not None,
+        NEWER_RUNNER,
+        os.environ.get(NEWER_RUNNER, "left out"),
         "0: vLLM's scheduler would send a request that was preempted as a new one, and the host "
         "start its answer again",
     )
@@ -227,7 +228,7 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "left out for a model with recurrent states: the host keeps rejected drafts in them",
     )
     problems.require(
-        not (config.speculative_config and model.is_multimodal_model),
+        not (config.speculative_config and model.supports_multimodal_inputs),
         "--speculative-config",
         "given",
         "left out for a model of more than text, or given with --limit-mm-per-prompt 0 for all "
@@ -274,7 +275,7 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         f"given, for a vocabulary of {vocabulary} tokens",
         f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
     )
-    targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH")
+    targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH") or None
     problems.require(
         not model.get_num_experts()
         or by_variable is not None

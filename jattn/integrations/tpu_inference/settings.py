@@ -12,6 +12,7 @@ class ModelConfig(Protocol):
     use_mla: bool
     is_hybrid: bool  # with layers that keep recurrent states
     is_multimodal_model: bool
+    supports_multimodal_inputs: bool  # and is given any
     is_mm_prefix_lm: bool  # whether tokens of an image see each other
     enable_prompt_embeds: bool
     logprobs_mode: str
