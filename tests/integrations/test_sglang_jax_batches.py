@@ -11,6 +11,7 @@ import concurrent.futures
 import importlib.util
 import re
 
+import numpy as np
 import pytest
 
 from tests.support import numpy_model, sglang_drafts
@@ -69,6 +70,56 @@ def test_greedy_requests_stay_greedy_next_to_sampled_ones_with_drafts(chains):
     for n, (tokens, _) in enumerate(found):
         assert len(tokens) >= COUNT
         assert (tokens[:COUNT] == judge.tokens[n]) == (not sampling[n])
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return judged(tmp_path_factory.mktemp("qwen3"), numpy_model.QWEN3)
+
+
+def test_greedy_requests_stay_greedy_next_to_sampled_ones(qwen3):
+    sampling = [{**SAMPLED, "top_p": 0.9} if n % 2 else {} for n in range(len(prompts()))]
+    found = run(qwen3.folder, sampling=sampling, page_size=16)
+    for n, (tokens, _) in enumerate(found):
+        assert (tokens == qwen3.tokens[n]) == (not sampling[n])
+
+
+def test_tokens_are_cut_as_the_temperature_has_them(qwen3):
+    """All that are drawn have their part of `top_p` at that temperature, and some only there."""
+    prompt, temperature, top_p = prompts()[2], 3.0, 0.5
+    logits = numpy_model.logits(qwen3.config, qwen3.weights, prompt)[-1]
+    kept = {}
+    for divisor in (1.0, temperature):
+        order = np.argsort(-logits)
+        weights = np.exp((logits[order] - logits.max()) / divisor)
+        before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
+        kept[divisor] = {int(token) for token in order[before < top_p]}
+    sampling = [{"temperature": temperature, "top_p": top_p}] * 128
+    texts = [prompt] * len(sampling)
+    found = run(qwen3.folder, texts=texts, count=1, sampling=sampling, page_size=1)
+    drawn = {tokens[0] for tokens, _ in found}
+    assert drawn <= kept[temperature]
+    assert drawn - kept[1.0]
+
+
+def test_penalties_are_those_of_tokens_so_far(qwen3):
+    fields = {"presence_penalty": 2.0, "frequency_penalty": 1.0}
+    found = run(
+        qwen3.folder,
+        sampling=[fields] * len(prompts()),
+        page_size=16,
+        disable_overlap_schedule=True,
+    )
+    for prompt, (tokens, _) in zip(prompts(), found, strict=True):
+        said: list[int] = []
+        for _ in range(COUNT):
+            logits = numpy_model.logits(qwen3.config, qwen3.weights, prompt + said)[-1].copy()
+            for token in said:
+                logits[token] -= fields["frequency_penalty"]
+            for token in set(said):
+                logits[token] -= fields["presence_penalty"]
+            said.append(int(logits.argmax()))
+        assert tokens == said
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

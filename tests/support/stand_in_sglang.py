@@ -10,6 +10,7 @@ import sys
 import types
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -125,7 +126,8 @@ class Args:
 
     def __init__(self, **changes):
         values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
-        values |= {"dp_size": 1, "enable_deterministic_sampling": False}
+        values |= {"dp_size": 1, "enable_deterministic_sampling": False, "enable_lora": False}
+        values |= {"disable_overlap_schedule": False}
         vars(self).update({**values, **changes})
         self.__post_init__()
 
@@ -138,9 +140,19 @@ class Tokenizer:
 
     def __init__(self, server_args):
         self.server_args = server_args
+        self.model_config = SimpleNamespace(vocab_size=96)
 
     def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
         return obj
+
+
+def choose(args):
+    """Its function that samples, after it has divided by the temperature: how many tokens are left.
+
+    Those of a probability of at least 1 - top_p.
+    """
+    logits, _, _, top_p, *_ = args
+    return (jax.nn.softmax(logits) >= 1 - top_p[:, None]).sum(-1)
 
 
 class Backend:
@@ -189,6 +201,8 @@ def host(monkeypatch):
         setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
     batch = types.ModuleType("schedule_batch")
     batch.ModelWorkerSamplingInfo = subclass("ModelWorkerSamplingInfo", SamplingInfo)
+    sampler = types.ModuleType("sampler")
+    sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask = choose
     configs, model_config = types.ModuleType("configs"), types.ModuleType("model_config")
     configs.model_config = model_config
     model_config.get_config = lambda config, model_override_args=None: config
@@ -214,6 +228,7 @@ def host(monkeypatch):
         "sgl_jax.srt.layers.attention.linear": linear,
         "sgl_jax.srt.layers.attention.mla_backend": mla,
         "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
+        "sgl_jax.srt.layers.sampler": sampler,
         "sgl_jax.srt.mem_cache": types.ModuleType("mem_cache"),
         "sgl_jax.srt.utils": utils,
         "sgl_jax.srt.utils.jax_utils": jax_utils,
@@ -223,6 +238,7 @@ def host(monkeypatch):
     modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
     modules["sgl_jax.srt.layers.attention"].mla_backend = mla
     modules["sgl_jax.srt.mem_cache"].memory_pool = memory_pool
+    modules["sgl_jax.srt.layers"].sampler = sampler
     modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
     modules["sgl_jax.srt.entrypoints"].engine = engine
     modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = runner
@@ -235,7 +251,7 @@ def host(monkeypatch):
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
     found.ServerArgs, found.TokenizerManager = server_args, tokenizer
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
-    found.model_config = model_config
+    found.model_config, found.sampler = model_config, sampler
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
     monkeypatch.setattr(

@@ -37,6 +37,7 @@ from jattn.integrations.sglang_jax import (
     refusals,
     requests,
     rotary,
+    sampling,
     settings,
     tables,
     writes,
@@ -107,6 +108,7 @@ def install() -> None:
     requests.enable()
     grammars.enable()
     rotary.enable()
+    sampling.enable()
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 
 

@@ -24,6 +24,10 @@ UNREAD = {
     "num_kv_shared_layers": "layers that share keys and values",
     "hidden_size_per_layer_input": "embeddings per layer",
 }
+# Models that the host computes as Llama.
+LLAMAS = ("LlamaForCausalLM", "Phi3ForCausalLM", "InternLM3ForCausalLM")
+# How the names of models begin whose windows the host computes.
+WITH_WINDOWS = ("Gemma2", "Gemma4", "MiMoV2")
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
@@ -131,6 +135,50 @@ def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> Non
             f"a model with {name}={count}",
             f"one without (Gemma 4 26B and 31B): the host computes none of its {what}",
         )
+    _check_unread(problems, runner.model_config)
+
+
+def _check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None:
+    """Note what a configuration says, and the host's model of it does not do."""
+    text = model.hf_text_config
+    names: list[str] = getattr(model.hf_config, "architectures", None) or []
+
+    def require(ok: bool, what: str, wanted: str) -> None:
+        problems.require(ok, "--model-path", f"a model of {', '.join(names)} with {what}", wanted)
+
+    window = getattr(text, "sliding_window", None) or 0
+    problems.require(
+        window <= 0
+        or not names
+        or model.context_len <= window
+        or any(name.startswith(WITH_WINDOWS) for name in names),
+        "--context-length",
+        str(model.context_len),
+        f"at most {window}, the sliding window of {', '.join(names)}, which the host does not have",
+    )
+    is_llama = any(name in LLAMAS for name in names)
+    require(
+        not (is_llama and getattr(text, "mlp_bias", False)),
+        "mlp_bias",
+        "one without: the host leaves those biases out",
+    )
+    part = getattr(text, "partial_rotary_factor", None) or 1
+    require(
+        not is_llama or part == 1,
+        f"partial_rotary_factor={part}",
+        "one without: the host rotates whole heads",
+    )
+    scaling = getattr(text, "rope_scaling", None) or {}
+    require(
+        scaling.get("attention_factor") is None,
+        f"attention_factor={scaling.get('attention_factor')} of rope_scaling",
+        "one without: the host does not read it",
+    )
+    require(
+        "DeepseekV2ForCausalLM" not in names or hasattr(text, "scoring_func"),
+        "no scoring_func",
+        'one with "scoring_func": "softmax" in its config.json: the host takes sigmoid',
+    )
 
 
 def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> None:

@@ -33,7 +33,13 @@ def enable() -> None:
     @functools.wraps(make)
     def make_and_check(manager: Any, *given: Any, **options: Any) -> Any:
         made = make(manager, *given, **options)
-        check(made, manager.server_args)
+        check(made, manager.server_args, manager.model_config.vocab_size)
+        adapter = getattr(given[0], "lora_path", None)
+        if adapter and not manager.server_args.enable_lora:
+            raise ValueError(
+                f"lora_path: {adapter!r}, but must be left out, or --enable-lora given: the host "
+                "answers without it"
+            )
         return made
 
     validate = OpenAIServingBase._validate_request
@@ -42,6 +48,14 @@ def enable() -> None:
     def validate_and_check(serving: Any, request: Any) -> str | None:
         if getattr(request, "return_hidden_states", False):
             return "return_hidden_states: true, but must be left out: the host returns none"
+        if getattr(request, "suffix", None):
+            return "suffix: given, but must be left out: the host ignores it"
+        best_of = getattr(request, "best_of", None)
+        if best_of is not None and best_of != request.n:
+            wanted = f"n ({request.n}), or left out: the host ignores it"
+            return f"best_of: {best_of}, but must be {wanted}"
+        if hasattr(request, "messages") and getattr(request, "lora_path", None):
+            return "lora_path: given, but must be left out of a chat: the host ignores it there"
         found: str | None = validate(serving, request)
         return found
 
@@ -62,12 +76,13 @@ def _with_seed(build: Any) -> Any:
     return build_with_seed
 
 
-def check(request: settings.Request, arguments: settings.ServerArguments) -> None:
+def check(request: settings.Request, arguments: settings.ServerArguments, vocabulary: int) -> None:
     """Raise if a request asks for what sglang-jax does not do.
 
     Args:
       request: `sgl_jax.srt.managers.io_struct.TokenizedGenerateReqInput`.
       arguments: of the engine that is asked.
+      vocabulary: tokens of its model.
 
     Raises:
       ValueError: every such field, with what it has to be.
@@ -90,7 +105,8 @@ def check(request: settings.Request, arguments: settings.ServerArguments) -> Non
             params.repetition_penalty == 1,
             "repetition_penalty",
             str(params.repetition_penalty),
-            "1: the host ignores it (frequency_penalty and presence_penalty work)",
+            "1: the host ignores it (frequency_penalty and presence_penalty work, with "
+            "--disable-overlap-schedule)",
         )
         problems.require(
             params.min_p == 0 or params.top_k == 1,
@@ -106,9 +122,55 @@ def check(request: settings.Request, arguments: settings.ServerArguments) -> Non
             str(params.sampling_seed),
             "left out, or --enable-deterministic-sampling given: the host reads no seed without it",
         )
+        seed = params.sampling_seed
+        problems.require(
+            seed is None or -(2**31) <= seed < 2**31,
+            "sampling_seed (seed)",
+            str(seed),
+            "from -2147483648 to 2147483647: the host keeps it in 32 bits, and ends",
+        )
+        problems.require(
+            params.n == 1 or params.top_k == 1 or not arguments.enable_deterministic_sampling,
+            "n",
+            str(params.n),
+            "1 with --enable-deterministic-sampling: the host draws the same answer n times",
+        )
+        _check_logprobs(problems, request, vocabulary)
         _check_grammar(problems, params, arguments)
         if algorithm:
             _check_drafted(problems, params, algorithm)
+        elif not arguments.disable_overlap_schedule:
+            _check_penalties(problems, params)
+
+
+def _check_logprobs(problems: checks.Problems, request: settings.Request, vocabulary: int) -> None:
+    """Log-probabilities of tokens that there are."""
+    count, tokens = request.top_logprobs_num or 0, request.token_ids_logprob or ()
+    problems.require(
+        0 <= count <= vocabulary,
+        "top_logprobs_num (logprobs, top_logprobs)",
+        str(count),
+        f"from 0 to {vocabulary}, the model's vocabulary",
+    )
+    problems.require(
+        all(0 <= token < vocabulary for token in tokens),
+        "token_ids_logprob",
+        str(list(tokens)),
+        f"tokens from 0 to {vocabulary - 1}",
+    )
+
+
+def _check_penalties(problems: checks.Problems, params: settings.SamplingParams) -> None:
+    """None that the host would apply a step late, where it schedules ahead."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(params, name)
+        problems.require(
+            value == 0,
+            name,
+            str(value),
+            "0, or --disable-overlap-schedule given: the host would not know of the last token, "
+            "and take one of the prompt for it",
+        )
 
 
 def _check_grammar(

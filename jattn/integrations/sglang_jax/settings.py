@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from jax.typing import DTypeLike
@@ -13,8 +13,10 @@ class ServerArguments(Protocol):
 
     attention_backend: str | None
     device: str | None
+    disable_overlap_schedule: bool
     dp_size: int
     enable_deterministic_sampling: bool
+    enable_lora: bool
     gdn_prefill_impl: str
     is_embedding: bool
     kv_cache_dtype: str
@@ -65,6 +67,7 @@ class SamplingParams(Protocol):
     logit_bias: Mapping[str, float] | None
     min_new_tokens: int
     min_p: float
+    n: int
     presence_penalty: float
     regex: str | None
     repetition_penalty: float
@@ -79,4 +82,6 @@ class Request(Protocol):
 
     return_logprob: bool
     return_output_logprob_only: bool
+    token_ids_logprob: Sequence[int] | None
+    top_logprobs_num: int | None
     sampling_params: SamplingParams

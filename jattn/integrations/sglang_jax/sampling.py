@@ -1,0 +1,34 @@
+"""How sglang-jax samples a token: by the temperature first, and the likeliest one if it is greedy.
+
+The host cuts `top_p` before it divides by the temperature, which keeps other tokens. Where two
+tokens are equally likely, a greedy request next to a sampled one gets either.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def enable() -> None:
+    """Put it in the place of the host's function, the one that does not sort.
+
+    Raises:
+      ImportError: sglang-jax is not installed, or is another version.
+    """
+    from sgl_jax.srt.layers import sampler
+
+    choose = sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask
+
+    @functools.wraps(choose)
+    def divide_and_choose(args: tuple[Any, ...]) -> Any:
+        logits, other, top_k, top_p, min_p, positions, temperatures, *rest = args
+        divided = logits.astype(jnp.float32) / temperatures.astype(jnp.float32)
+        one = jnp.ones_like(temperatures)
+        sampled = choose((divided, other, top_k, top_p, min_p, positions, one, *rest))
+        likeliest = jnp.argmax(logits, axis=-1).astype(sampled.dtype)
+        return jnp.where(top_k.reshape(-1) == 1, likeliest, sampled)
+
+    sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask = divide_and_choose
