@@ -77,9 +77,11 @@ def qwen3(tmp_path_factory):
     return judged(tmp_path_factory.mktemp("qwen3"), numpy_model.QWEN3)
 
 
-def test_greedy_requests_stay_greedy_next_to_sampled_ones(qwen3):
+@pytest.mark.parametrize("devices", [{}, {"tp_size": 2}, {"tp_size": 2, "dp_size": 2}])
+def test_greedy_requests_stay_greedy_next_to_sampled_ones(qwen3, devices):
     sampling = [{**SAMPLED, "top_p": 0.9} if n % 2 else {} for n in range(len(prompts()))]
-    found = run(qwen3.folder, sampling=sampling, page_size=16)
+    count = devices.get("tp_size", 1)
+    found = run(qwen3.folder, count, sampling=sampling, page_size=16, **devices)
     for n, (tokens, _) in enumerate(found):
         assert (tokens == qwen3.tokens[n]) == (not sampling[n])
 

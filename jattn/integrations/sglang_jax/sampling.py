@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -29,6 +30,13 @@ def enable() -> None:
         one = jnp.ones_like(temperatures)
         sampled = choose((divided, other, top_k, top_p, min_p, positions, one, *rest))
         likeliest = jnp.argmax(logits, axis=-1).astype(sampled.dtype)
-        return jnp.where(top_k.reshape(-1) == 1, likeliest, sampled)
+        is_greedy = top_k.reshape(-1) == 1
+        return jnp.where(_placed_as(is_greedy, sampled), _placed_as(likeliest, sampled), sampled)
 
     sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask = divide_and_choose
+
+
+def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x`, split over devices as `other` is, whose type says how where the host has a mesh."""
+    sharding = jax.typeof(other).sharding
+    return x if sharding.mesh.empty else jax.sharding.reshard(x, sharding)
