@@ -599,6 +599,22 @@ def test_hidden_states_are_refused(host):
     assert serving._validate_request(SimpleNamespace()) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "text"),
+    [
+        ("BailingMoeV2ForCausalLM", {"sliding_window": 64, "use_sliding_window": False}),
+        ("Qwen3ForCausalLM", {"sliding_window": 128}),
+        ("Gemma2ForCausalLM", {"sliding_window": 64}),
+        ("Qwen3ForCausalLM", {"sliding_window": None, "mlp_bias": True}),
+    ],
+    ids=["not in use", "as long as the context", "that the host has", "none"],
+)
+def test_models_without_a_window_of_their_own_are_taken(host, architecture, text):
+    sglang_jax.install()
+    runner = host.ModelRunner(hf_config={"architectures": [architecture]}, hf_text_config=text)
+    runner._get_attention_backend()
+
+
 def test_quantized_dense_layers_are_not_fused(host):
     sglang_jax.install()
     host.ModelRunner(

@@ -149,6 +149,7 @@ def _check_unread(problems: checks.Problems, model: settings.ModelConfig) -> Non
     window = getattr(text, "sliding_window", None) or 0
     problems.require(
         window <= 0
+        or not getattr(text, "use_sliding_window", True)
         or not names
         or model.context_len <= window
         or any(name.startswith(WITH_WINDOWS) for name in names),
