@@ -297,11 +297,11 @@ REFUSED = {
     "rotary embeddings of two kinds": (
         {
             "hf_text_config": {
-                "model_type": "mimo_v2_flash",
                 "rope_parameters": {"full_attention": {"rope_theta": 5e6}},
-            }
+            },
+            "hf_config": {"architectures": ["MiMoV2FlashForCausalLM"]},
         },
-        "--model-path: a model of type mimo_v2_flash with rope_parameters for several kinds of",
+        "--model-path: a model of MiMoV2FlashForCausalLM with rope_parameters of several kinds of",
     ),
     "embeddings per layer": (
         {"hf_text_config": {"hidden_size_per_layer_input": 256}},
@@ -553,7 +553,7 @@ def test_a_request_next_to_a_refused_one_is_taken(host, name):
 
 def test_an_adapter_that_the_host_would_leave_out_is_refused(host):
     sglang_jax.install()
-    with pytest.raises(ValueError, match="lora_path: 'a', but must be left out, or --enable-lora"):
+    with pytest.raises(ValueError, match="lora_path: a, but must be left out, or --enable-lora"):
         ask(host, {"lora_path": "a"}, {})
     serving = host.Serving()
     chat = SimpleNamespace(messages=[], lora_path="a")

@@ -30,7 +30,7 @@ REFUSED = {  # what a model is, and what its user is told
     ),
     "a factor that others ignore": (
         {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
-        f"{TORCH} of Qwen3ForCausalLM does not compute a factor of rope_type default as vLLM",
+        f"{TORCH} of Qwen3ForCausalLM does not compute rope_type default with a factor as vLLM",
     ),
     "layers of two kinds": (
         {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},

@@ -19,10 +19,7 @@ def drafted(target, draft) -> Judged:
     config = {**numpy_model.QWEN3, "num_hidden_layers": 3}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
     weights = numpy_model.make(target, config)
-    for name in weights:
-        if name.endswith(("o_proj", "down_proj")):
-            weights[name] /= 4
-    save(target, weights)
+    follow_last_token(target, weights)
     size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     passed = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
@@ -61,10 +58,7 @@ def drafted_in_blocks(target, draft) -> Judged:
     config = numpy_model.QWEN3
     weights = numpy_model.make(target, config)
     weights["model.embed_tokens"][mask] = 0
-    for name in weights:
-        if name.endswith(("o_proj", "down_proj")):
-            weights[name] /= 4
-    save(target, weights)
+    follow_last_token(target, weights)
     size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer = {
@@ -90,6 +84,14 @@ def drafted_in_blocks(target, draft) -> Judged:
     config = json.loads((target / "config.json").read_text())
     tokens = [numpy_model.greedy(config, weights, prompt, COUNT) for prompt in prompts()]
     return Judged(config, str(target), weights, tokens)
+
+
+def follow_last_token(folder, weights: numpy_model.Weights) -> None:
+    """Save weights whose layers add less, so that the last token's embedding matters most."""
+    for name in weights:
+        if name.endswith(("o_proj", "down_proj")):
+            weights[name] /= 4
+    save(folder, weights)
 
 
 def save(folder, weights: numpy_model.Weights) -> None:

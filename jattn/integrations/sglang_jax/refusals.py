@@ -51,6 +51,7 @@ def check(runner: settings.ModelRunner) -> None:
         )
         check_pages(problems, runner)
         check_layers(problems, runner)
+        check_unread(problems, runner.model_config)
         if arguments.speculative_algorithm:
             check_drafts(problems, runner)
         if jax.default_backend() != "tpu":
@@ -115,18 +116,7 @@ def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None
 
 
 def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> None:
-    """Note layers of Gemma 4 that the host's model of it leaves out, and its kinds in others."""
-    text = runner.model_config.hf_text_config
-    rotary = getattr(text, "rope_parameters", None) or {}
-    problems.require(
-        not any(isinstance(part, dict) for part in rotary.values())
-        or str(getattr(text, "model_type", "")).startswith("gemma4"),
-        "--model-path",
-        f"a model of type {getattr(text, 'model_type', None)} with rope_parameters for several "
-        "kinds of layers",
-        "one with a config.json of transformers 4 (rope_theta): the host reads such parameters for "
-        "Gemma 4 only",
-    )
+    """Note layers of Gemma 4 that the host's model of it leaves out."""
     for name, what in UNREAD.items():
         count = getattr(runner.model_config.hf_text_config, name, None) or 0
         problems.require(
@@ -135,11 +125,10 @@ def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> Non
             f"a model with {name}={count}",
             f"one without (Gemma 4 26B and 31B): the host computes none of its {what}",
         )
-    _check_unread(problems, runner.model_config)
 
 
-def _check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None:
-    """Note what a configuration says, and the host's model of it does not do."""
+def check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None:
+    """Note what a model's configuration asks for and the host's model does not do."""
     text = model.hf_text_config
     names: list[str] = getattr(model.hf_config, "architectures", None) or []
 
@@ -174,6 +163,14 @@ def _check_unread(problems: checks.Problems, model: settings.ModelConfig) -> Non
         scaling.get("attention_factor") is None,
         f"attention_factor={scaling.get('attention_factor')} of rope_scaling",
         "one without: the host does not read it",
+    )
+    parameters = getattr(text, "rope_parameters", None) or {}
+    require(
+        not any(isinstance(part, dict) for part in parameters.values())
+        or any(name.startswith("Gemma4") for name in names),
+        "rope_parameters of several kinds of layers",
+        "one with a config.json of transformers 4 (rope_theta): the host reads such parameters for "
+        "Gemma 4 only",
     )
     require(
         "DeepseekV2ForCausalLM" not in names or hasattr(text, "scoring_func"),

@@ -33,13 +33,8 @@ def enable() -> None:
     @functools.wraps(make)
     def make_and_check(manager: Any, *given: Any, **options: Any) -> Any:
         made = make(manager, *given, **options)
-        check(made, manager.server_args, manager.model_config.vocab_size)
-        adapter = getattr(given[0], "lora_path", None)
-        if adapter and not manager.server_args.enable_lora:
-            raise ValueError(
-                f"lora_path: {adapter!r}, but must be left out, or --enable-lora given: the host "
-                "answers without it"
-            )
+        vocabulary, adapter = manager.model_config.vocab_size, getattr(given[0], "lora_path", None)
+        check(made, manager.server_args, vocabulary, adapter)
         return made
 
     validate = OpenAIServingBase._validate_request
@@ -76,13 +71,19 @@ def _with_seed(build: Any) -> Any:
     return build_with_seed
 
 
-def check(request: settings.Request, arguments: settings.ServerArguments, vocabulary: int) -> None:
+def check(
+    request: settings.Request,
+    arguments: settings.ServerArguments,
+    vocabulary: int,
+    adapter: str | None,
+) -> None:
     """Raise if a request asks for what sglang-jax does not do.
 
     Args:
       request: `sgl_jax.srt.managers.io_struct.TokenizedGenerateReqInput`.
       arguments: of the engine that is asked.
       vocabulary: tokens of its model.
+      adapter: what the request names as `lora_path`.
 
     Raises:
       ValueError: every such field, with what it has to be.
@@ -121,6 +122,12 @@ def check(request: settings.Request, arguments: settings.ServerArguments, vocabu
             "sampling_seed (seed)",
             str(params.sampling_seed),
             "left out, or --enable-deterministic-sampling given: the host reads no seed without it",
+        )
+        problems.require(
+            not adapter or arguments.enable_lora,
+            "lora_path",
+            str(adapter),
+            "left out, or --enable-lora given: the host answers without it",
         )
         seed = params.sampling_seed
         problems.require(

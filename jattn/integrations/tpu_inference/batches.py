@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-GREEDY = 1e-5  # below this temperature the host does not sample
+from jattn.integrations.tpu_inference.requests import GREEDY
 
 
 def enable() -> None:
@@ -48,36 +48,35 @@ def enable() -> None:
     if rejection_sampler._compute_probs is probabilities:
         return  # done before
     rejection_sampler._compute_probs = probabilities
-    _before(PersistentBatchManager, "update_states", _recall_tokens)
-    _around_add(InputBatch)
-    _with_masks_sorted(StructuredDecodingManager)
+    _recall_tokens(PersistentBatchManager)
+    _keep_prompt_logprobs(InputBatch)
+    _sort_masks(StructuredDecodingManager)
 
 
-def _before(cls: type[Any], name: str, prepare: Any) -> None:
-    """Let `prepare` see the arguments of a method first."""
-    method = getattr(cls, name)
+def _recall_tokens(manager: type[Any]) -> None:
+    update = manager.update_states
 
-    @functools.wraps(method)
-    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepare(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+    @functools.wraps(update)
+    def recall_and_update(self: Any, scheduler_output: Any, *more: Any) -> Any:
+        _recall_tokens_of(self.requests, scheduler_output)
+        return update(self, scheduler_output, *more)
 
-    setattr(cls, name, prepared)
+    manager.update_states = recall_and_update
 
 
-def _recall_tokens(manager: Any, scheduler_output: Any, *more: Any) -> None:
+def _recall_tokens_of(requests: dict[str, Any], scheduler_output: Any) -> None:
     """Give requests that return to the batch the tokens that they have answered with."""
     cached = scheduler_output.scheduled_cached_reqs
     for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
         if name not in cached.all_token_ids:
             continue  # the last step had it, too
-        request = manager.requests[name]
+        request = requests[name]
         answered = cached.all_token_ids[name][request.num_prompt_tokens :]
         if len(answered) == count:
             request.output_token_ids = list(answered)
 
 
-def _around_add(batch: type[Any]) -> None:
+def _keep_prompt_logprobs(batch: type[Any]) -> None:
     add = batch.add_request
 
     @functools.wraps(add)
@@ -94,7 +93,7 @@ def _around_add(batch: type[Any]) -> None:
     batch.add_request = add_request
 
 
-def _with_masks_sorted(manager: type[Any]) -> None:
+def _sort_masks(manager: type[Any]) -> None:
     prepare = manager.prepare_structured_decoding_input
 
     @functools.wraps(prepare)

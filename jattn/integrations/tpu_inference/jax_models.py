@@ -97,6 +97,6 @@ def _other_rotary(model: ModelConfig) -> str:
     if kind not in known:
         return f"rope_type {kind}"
     if kind == "default" and ("factor" in found or "scale_factor" in found):
-        return "a factor of rope_type default as vLLM does, which ignores it"
+        return "rope_type default with a factor as vLLM does"
     part = found.get("partial_rotary_factor", 1)
     return "" if part == 1 else f"partial_rotary_factor {part}"
