@@ -1,0 +1,191 @@
+"""Requests that jattn refuses for sglang-jax, and how others are sampled, with a stand-in.
+
+`tests/integrations/test_sglang_jax_batches.py` asks the real host.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jattn.integrations import sglang_jax
+from tests.support import stand_in_sglang
+
+host = stand_in_sglang.host  # the fixture
+
+
+DRAFTS = {"speculative_algorithm": "EAGLE3"}
+REQUESTS = {  # fields of a request, the engine's settings, and what the request is told
+    "log-probabilities of drafts": (
+        {"return_logprob": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out with --speculative-algorithm",
+    ),
+    "those of the answer": (
+        {"return_output_logprob_only": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out",
+    ),
+    "biases": (
+        {"logit_bias": {"5": 1.0}}, {},
+        "logit_bias: dict {'5': 1.0}, but must be left out: the host ignores it",
+    ),
+    "repetition": (
+        {"repetition_penalty": 1.1}, {},
+        "repetition_penalty: 1.1, but must be 1: the host ignores it",
+    ),
+    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host draws tokens"),
+    "a seed": (
+        {"sampling_seed": 7}, {},
+        "sampling_seed (seed): 7, but must be left out, or --enable-deterministic-sampling given",
+    ),
+    "frequency, with drafts": (
+        {"frequency_penalty": 0.5}, DRAFTS,
+        "frequency_penalty: 0.5, but must be 0 with --speculative-algorithm EAGLE3",
+    ),
+    "presence, with drafts": (
+        {"presence_penalty": -0.5}, DRAFTS, "presence_penalty: -0.5, but must be 0 with",
+    ),
+    "an answer of some length, with drafts": (
+        {"min_new_tokens": 3}, DRAFTS, "min_new_tokens: 3, but must be 0 with",
+    ),
+    "frequency, scheduled ahead": (
+        {"frequency_penalty": 0.5}, {},
+        "frequency_penalty: 0.5, but must be 0, or --disable-overlap-schedule given",
+    ),
+    "presence, scheduled ahead": (
+        {"presence_penalty": -0.5}, {},
+        "presence_penalty: -0.5, but must be 0, or --disable-overlap-schedule given",
+    ),
+    "a seed of 33 bits": (
+        {"sampling_seed": 2**31, "top_k": 1}, {"enable_deterministic_sampling": True},
+        "sampling_seed (seed): 2147483648, but must be from -2147483648 to 2147483647",
+    ),
+    "several samples of one seed": (
+        {"n": 2}, {"enable_deterministic_sampling": True},
+        "n: 2, but must be 1 with --enable-deterministic-sampling",
+    ),
+    "more tokens than there are": (
+        {"top_logprobs_num": 97}, {},
+        "top_logprobs_num (logprobs, top_logprobs): 97, but must be from 0 to 96",
+    ),
+    "a token that there is not": (
+        {"token_ids_logprob": [95, 96]}, {},
+        "token_ids_logprob: [95, 96], but must be tokens from 0 to 95",
+    ),
+    "a sample, with drafts in blocks": (
+        {"temperature": 0.7}, {"speculative_algorithm": "DFLASH"},
+        "temperature: 0.7, but must be 0 (or top_k 1) with --speculative-algorithm DFLASH",
+    ),
+    **{
+        f"{name} with drafts": (
+            {name: "x"}, DRAFTS,
+            f"{name}: given, but must be left out with --speculative-algorithm EAGLE3",
+        )
+        for name in sglang_jax.requests.GRAMMARS
+    },
+    "a grammar on one device of several": (
+        {"regex": "x"}, {"dp_size": 2}, "regex: given, but must be left out with --dp-size over 1",
+    ),
+}  # fmt: skip
+TAKEN = {
+    "log-probabilities": ({"return_logprob": True}, {}),
+    "drafts": ({}, DRAFTS),
+    "a sample, with drafts in chains": ({"temperature": 0.7}, DRAFTS),
+    "the likeliest token, with drafts in blocks": (
+        {"top_k": 1},
+        {"speculative_algorithm": "DFLASH"},
+    ),
+    "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
+    "the likeliest token": ({"min_p": 0.1, "top_k": 1, "sampling_seed": 7}, {}),
+    "a seed": ({"sampling_seed": 7}, {"enable_deterministic_sampling": True}),
+    "a grammar": ({"regex": "x"}, {}),
+    "penalties": (
+        {"frequency_penalty": 0.5, "presence_penalty": 1.0},
+        {"disable_overlap_schedule": True},
+    ),
+    "an answer of some length": ({"min_new_tokens": 3}, {}),
+    "several samples": ({"n": 2}, {}),
+    "several of the likeliest": ({"n": 2, "top_k": 1}, {"enable_deterministic_sampling": True}),
+    "all tokens": ({"top_logprobs_num": 96, "token_ids_logprob": [0, 95]}, {}),
+    "an adapter": ({"lora_path": "a"}, {"enable_lora": True}),
+}
+
+
+def ask(host, fields: dict, settings: dict) -> object:
+    """What the host makes of a request."""
+    params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
+    params |= {"temperature": 1.0, "n": 1}
+    params |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
+    params |= dict.fromkeys((*sglang_jax.requests.GRAMMARS, "sampling_seed"))
+    params |= {name: value for name, value in fields.items() if name in params}
+    request = {"return_logprob": False, "return_output_logprob_only": False}
+    request |= dict.fromkeys(("top_logprobs_num", "token_ids_logprob", "lora_path"))
+    request |= {name: value for name, value in fields.items() if name in request}
+    obj = SimpleNamespace(**request, sampling_params=SimpleNamespace(**params))
+    manager = host.TokenizerManager(host.ServerArgs(**settings))
+    assert manager._create_tokenized_object(obj, None, [1], mm_inputs=None) is obj
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
+    fields, settings, message = REQUESTS[name]
+    sglang_jax.install()
+    with pytest.raises(ValueError, match="1 wrong argument") as error:
+        ask(host, fields, settings)
+    assert message in str(error.value)
+    ask(host, {"top_k": 1}, settings)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_request_next_to_a_refused_one_is_taken(host, name):
+    sglang_jax.install()
+    ask(host, *TAKEN[name])
+
+
+def test_an_adapter_that_the_host_would_leave_out_is_refused(host):
+    sglang_jax.install()
+    with pytest.raises(ValueError, match="lora_path: a, but must be left out, or --enable-lora"):
+        ask(host, {"lora_path": "a"}, {})
+    serving = host.Serving()
+    chat = SimpleNamespace(messages=[], lora_path="a")
+    assert serving._validate_request(chat).startswith("lora_path: given, but must be left out of")
+    chat.lora_path = None
+    assert serving._validate_request(chat) is None
+
+
+def test_fields_of_openais_that_the_host_ignores_are_refused(host):
+    sglang_jax.install()
+    serving = host.Serving()
+    said = serving._validate_request(SimpleNamespace(suffix="x"))
+    assert said.startswith("suffix: given, but must be left out")
+    said = serving._validate_request(SimpleNamespace(best_of=3, n=2))
+    assert said.startswith("best_of: 3, but must be n (2), or left out")
+    assert serving._validate_request(SimpleNamespace(best_of=2, n=2, suffix="")) is None
+
+
+def test_temperatures_come_first_and_greedy_requests_stay_greedy(host):
+    """At four times the temperature all four tokens are likely enough; two are the likeliest."""
+    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.4, 0.4, 0.1]], np.float32))
+    some = (logits, None, np.array([4, 1]), np.full(2, 0.9), None, None)
+    args = (*some, np.array([[4.0], [1.0]], np.float32), None, False, None)
+    assert stand_in_sglang.choose(args).tolist() == [3, 4]
+    sglang_jax.install()
+    choose = host.sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask
+    assert choose(args).tolist() == [4, 1]
+
+
+def test_seeds_of_openais_clients_reach_the_host(host):
+    sglang_jax.install()
+    serving = host.Serving()
+    assert serving._build_sampling_params(SimpleNamespace(seed=7)) == {"sampling_seed": 7}
+    assert serving._build_sampling_params(SimpleNamespace(seed=None)) == {}
+
+
+def test_hidden_states_are_refused(host):
+    sglang_jax.install()
+    serving = host.Serving()
+    said = serving._validate_request(SimpleNamespace(return_hidden_states=True))
+    assert said.startswith("return_hidden_states: true, but must be left out")
+    assert serving._validate_request(SimpleNamespace(return_hidden_states=False)) is None
+    assert serving._validate_request(SimpleNamespace()) is None

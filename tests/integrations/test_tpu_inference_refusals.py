@@ -1,0 +1,434 @@
+"""Settings of vLLM that jattn refuses for tpu-inference as an engine starts, with a stand-in.
+
+`test_tpu_inference_jax_models.py` has those of the host's JAX models.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from jattn.integrations import tpu_inference
+from tests.support import stand_in_host
+
+host = stand_in_host.host  # the fixture
+
+
+REFUSED = {
+    "decode context": (
+        {"decode_context_parallel_size": 2},
+        "--decode-context-parallel-size: 2, but must be 1",
+    ),
+    "prefill context": (
+        {"prefill_context_parallel_size": 4},
+        "--prefill-context-parallel-size: 4, but must be 1",
+    ),
+    "data, a process each": (
+        {"data_parallel_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "data, one process": (
+        {"model_dp_size": 2, "total_dp_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "data of attention": (
+        {"total_dp_size": 4},
+        "enable_dp_attention of --additional_config: true, with 4 devices that attend to requests "
+        "of their own, but must be left out, or with fewer devices, on a cpu",
+    ),
+    "latents in pages that are padded": (
+        {"use_mla": True, "block_size": 48},
+        "--block-size: 48, but must be a multiple of 32 (MLA_KV_PACKING_SIZE) for a model with MLA",
+    ),
+    "layers that skip a prompt": (
+        {"kv_sharing_fast_prefill": True},
+        "--kv-sharing-fast-prefill: given, but must be left out",
+    ),
+    "logits": (
+        {"logprobs_mode": "raw_logits"},
+        "--logprobs-mode: raw_logits, but must be one of raw_logprobs, processed_logprobs",
+    ),
+    "processed logits": (
+        {"logprobs_mode": "processed_logits"},
+        "--logprobs-mode: processed_logits, but must be one of raw_logprobs, processed_logprobs",
+    ),
+    "log-probabilities of all tokens": (
+        {"max_logprobs": -1},
+        "--max-logprobs: -1, but must be from 0 to 128, the model's vocabulary",
+    ),
+    "log-probabilities of more tokens than there are": (
+        {"max_logprobs": 129},
+        "--max-logprobs: 129, but must be from 0 to 128, the model's vocabulary",
+    ),
+    "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
+    "latents on two devices": (
+        {"use_mla": True, "tensor_parallel_size": 2},
+        "--tensor-parallel-size: 2, but must be 1 for a model with MLA layers",
+    ),
+    "more devices than KV heads": (
+        {"tensor_parallel_size": 8},
+        "--tensor-parallel-size: 8, but must be at most the model's 4 KV heads",
+    ),
+    "more devices than KV heads, by a strategy": (
+        {"tp_size": 4, "expert_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 8, but must be at most",
+    ),
+    "latents on two devices, by a strategy": (
+        {"use_mla": True, "tp_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 2, but must be 1 for",
+    ),
+    "layers with another cache": (
+        {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "sliding_window"]},
+        "--kv-cache-dtype-skip-layers: 0 sliding_window, but must be left out",
+    ),
+    "adapters": (
+        {"lora_config": SimpleNamespace(target_modules=None)},
+        "MODEL_IMPL_TYPE: auto, but must be vllm with --enable-lora",
+    ),
+    "recurrent layers of another kind": (
+        {"is_hybrid": True, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]},
+        "--model: NemotronHForCausalLM, but must be one whose recurrent layers",
+    ),
+    "windows after a prefix": (
+        {"rswa_window": 128},
+        "--model: Qwen3ForCausalLM with rswa_window=128, but must be one without",
+    ),
+    "images whose tokens see each other": (
+        {"is_multimodal_model": True, "is_mm_prefix_lm": True},
+        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each",
+    ),
+    "drafts": (
+        {
+            "is_hybrid": True,
+            "model_type": "qwen3_next",
+            "speculative_config": SimpleNamespace(method="ngram"),
+        },
+        "--speculative-config: given, but must be left out for a model with recurrent states",
+    ),
+    "kernels": (
+        {"architectures": ["Llama4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm",
+    ),
+    "a model of text whose configuration is another's": (
+        {"architectures": ["Gemma4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM reads",
+    ),
+    "heads that the host pads": (
+        {"head_size": 96},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen3ForCausalLM loads "
+        "weights for head sizes of 64 and multiples of 128 only, not 96",
+    ),
+    "a head of its own": (
+        {"architectures": ["Qwen2ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen2ForCausalLM reads",
+    ),
+    "prompts that are no tokens": (
+        {"enable_prompt_embeds": True},
+        "--enable-prompt-embeds: given, but must be left out",
+    ),
+    "processors of logits": (
+        {"logits_processors": ["package:Class"]},
+        "--logits-processors: package:Class, but must be left out",
+    ),
+    "weights quantized as they are loaded": (
+        {"quantization": "fp8", "quant_config": type("OnlineQuantizationConfig", (), {})()},
+        "--quantization: fp8, but must be left out",
+    ),
+    "several tokens a step": (
+        {"additional_config": {"enable_continue_decode": True}},
+        "enable_continue_decode of --additional_config: true, but must be left out, or given with "
+        "--no-async-scheduling",
+    ),
+    "several tokens a step, of layers of two kinds": (
+        {
+            "additional_config": {"enable_continue_decode": True},
+            "async_scheduling": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "enable_continue_decode of --additional_config: true, for layers of full_attention and "
+        "sliding_attention, but must be left out",
+    ),
+    "requests that are sent again": (
+        {"use_v2_model_runner": True},
+        "VLLM_USE_V2_MODEL_RUNNER: 0, but must be 0: vLLM's scheduler would send a request",
+    ),
+    "images with drafts": (
+        {
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+            "speculative_config": SimpleNamespace(method="ngram"),
+        },
+        "--speculative-config: given, but must be left out for a model of more than text",
+    ),
+    "chunks of two kinds": (
+        {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        "--model: Qwen3ForCausalLM with dual_chunk_attention_config, but must be one without it "
+        """(--hf-overrides '{"dual_chunk_attention_config": null}')""",
+    ),
+    "memory of caches": (
+        {"kv_cache_memory_bytes": 2**30},
+        "--kv-cache-memory-bytes: 1073741824, but must be left out",
+    ),
+    "caches elsewhere": (
+        {"kv_offloading_size": 4.0},
+        "--kv-offloading-size: 4.0, but must be left out: the host moves no blocks elsewhere",
+    ),
+    "marks in a text": (
+        {"watermark_config": "gumbel", "use_v2_model_runner": True},
+        "--watermark-config: gumbel, but must be left out: the host would mark no text",
+    ),
+    "masks of samples": (
+        {"return_sampling_mask": True},
+        "--return-sampling-mask: True, but must be left out",
+    ),
+    "traces": ({"enable_trace_replay": True}, "--enable-trace-replay: True, but must be left out"),
+}
+
+
+SERVED = {
+    "drafts of a model of images that is given none": {
+        "is_multimodal_model": True,
+        "speculative_config": SimpleNamespace(method="ngram"),
+    },
+    "several tokens a step": {
+        "additional_config": {"enable_continue_decode": True},
+        "async_scheduling": False,
+    },
+    "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
+    "blocks that are no pages of latents": {"block_size": 48},
+    "processed log-probabilities": {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},
+    "one token a step": {"additional_config": {"enable_continue_decode": False}},
+    "heads of 64": {"head_size": 64},
+    "heads of 256": {"head_size": 256},
+    "heads of a model that pads its weights": {
+        "head_size": 96,
+        "architectures": ["LlamaForCausalLM"],
+    },
+    "a head that is the embedding": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
+    "weights that a checkpoint has quantized": {
+        "quantization": "fp8",
+        "quant_config": type("VllmFp8Config", (), {})(),
+    },
+    "a model of text, from a configuration of more": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "text_config": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_next_to_a_refusal_is_served(host, name):
+    tpu_inference.register()
+    host.start(**SERVED[name])
+
+
+ADAPTERS = SimpleNamespace(target_modules=None)
+TORCH = {
+    "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
+    "any head size": {"head_size": 96},
+    "adapters": {"lora_config": ADAPTERS},
+    "adapters with experts": {
+        "lora_config": SimpleNamespace(target_modules=["q_proj"]),
+        "experts": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_some_models_are_served_as_torch_models(host, name):
+    tpu_inference.register()
+    host.impl = "vllm"
+    host.start(**TORCH[name])
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "experts"]])
+def test_adapters_of_experts_are_refused(host, targets):
+    tpu_inference.register()
+    adapters = SimpleNamespace(target_modules=targets)
+    host.impl = "vllm"
+    said = "left out" if targets is None else "q_proj experts"
+    with pytest.raises(ValueError, match=f"--lora-target-modules: {said}, but must be names of"):
+        host.start(lora_config=adapters, experts=8)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_the_start(host, name):
+    changes, message = REFUSED[name]
+    tpu_inference.register()
+    with pytest.raises(ValueError, match="--attention-backend jattn") as error:
+        host.start(**changes)
+    assert message in str(error.value)
+    assert "1 wrong argument(s)" in str(error.value)
+    host.start()
+
+
+def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
+    """The host also takes vLLM's model where it has none of its own."""
+    tpu_inference.register()
+    changes = {"lora_config": ADAPTERS, "tensor_parallel_size": 8}
+    for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
+        host.start(**changes)
+    with pytest.raises(ValueError, match="--enable-lora: given, for a vocabulary of 96 tokens"):
+        host.start(**changes, vocabulary=96)
+    host.has_jax_model = True
+    with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
+        host.start(**changes)
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_vllm_schedules_for_the_runner_that_the_host_has(host, monkeypatch, given):
+    """Unless its user says otherwise, and is told."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
+    tpu_inference.register()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == (given or "0")
+
+
+def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):
+    tpu_inference.register()
+    host.impl = "vllm"
+    monkeypatch.setenv("LORA_MODULE_PATH", "mlp/(gate|experts)")
+    adapted = {"lora_config": SimpleNamespace(target_modules=["q_proj"])}
+    host.start(**adapted)
+    with pytest.raises(ValueError, match=r"LORA_MODULE_PATH: mlp/\(gate\|experts\), but must be"):
+        host.start(**adapted, experts=8)
+    monkeypatch.setenv("LORA_MODULE_PATH", "")
+    host.start(**adapted, experts=8)
+    with pytest.raises(ValueError, match="--lora-target-modules: left out, but must be names of"):
+        host.start(lora_config=ADAPTERS, experts=8)
+
+
+def test_ends_of_answers_are_looked_for_in_each_of_several_steps(host, monkeypatch):
+    tpu_inference.register()
+    several = SERVED["several tokens a step"]
+    monkeypatch.setenv("CONTINUE_DECODE_EOS_CHECK_INTERVAL", "4")
+    host.start()
+    with pytest.raises(ValueError, match="CONTINUE_DECODE_EOS_CHECK_INTERVAL: 4, but must be 1"):
+        host.start(**several)
+    monkeypatch.setenv("CONTINUE_DECODE_EOS_CHECK_INTERVAL", "1")
+    host.start(**several)
+
+
+@pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])
+def test_kernels_that_settings_ask_for_are_refused_without_a_tpu(host, setting, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setenv(setting, "1")
+    with pytest.raises(ValueError, match=f"{setting}: 1, but must be 0"):
+        host.start()
+
+
+def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setenv("MLA_TRANSPOSE_KV_CACHE", "1")
+    host.start()
+    with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
+        host.start(use_mla=True)
+
+
+def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=256, heads=2):
+    """A vLLM `SpeculativeConfig`."""
+    config = SimpleNamespace(hidden_size=hidden_size, num_attention_heads=heads)
+    draft = SimpleNamespace(
+        architectures=[architecture], hf_config=config, get_head_size=lambda: head_size
+    )
+    return SimpleNamespace(method=method, num_speculative_tokens=count, draft_model_config=draft)
+
+
+LLAMA, TIED = {"architectures": ["LlamaForCausalLM"]}, {"tie_word_embeddings": True}
+DRAFTS_SERVED = {  # how the model is run, a draft, and what the model is
+    "EAGLE3 for a JAX model": ("flax_nnx", drafting("eagle3"), LLAMA),
+    "EAGLE3 for a torch model": ("vllm", drafting("eagle3", head_size=96), {}),
+    "heads that are padded alike": (
+        "flax_nnx",
+        drafting("eagle3", head_size=96, hidden_size=192),
+        {**LLAMA, "head_size": 224},
+    ),
+    "heads of 64, and of 128": (
+        "flax_nnx",
+        drafting("eagle3", head_size=64, hidden_size=128),
+        LLAMA,
+    ),
+    "DFLASH": ("flax_nnx", drafting("dflash"), TIED),
+    "DFLASH of a Llama": ("flax_nnx", drafting("dflash"), LLAMA),
+    "MTP of a JAX model": ("flax_nnx", drafting("mtp", "Gemma4MTPModel"), {}),
+    "MTP of a torch model": ("vllm", drafting("mtp", "Glm4MoeMTPModel"), {}),
+    "MTP of one token": ("vllm", drafting("mtp", "MiMoMTPModel", count=1), {}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS_SERVED)
+def test_drafts_are_served_a_step_at_a_time(host, name):
+    host.impl, draft, changes = DRAFTS_SERVED[name]
+    tpu_inference.register()
+    host.start(speculative_config=draft, async_scheduling=False, **changes)
+    with pytest.raises(ValueError, match="--async-scheduling: on, but must be off") as error:
+        host.start(speculative_config=draft, async_scheduling=True, **changes)
+    assert "1 wrong argument(s)" in str(error.value)
+
+
+DRAFTS_REFUSED = {
+    "EAGLE": ("vllm", drafting("eagle"), {}, "--speculative-config: method eagle, but must be"),
+    "EAGLE3 for another JAX model": (
+        "flax_nnx",
+        drafting("eagle3"),
+        {},
+        "MODEL_IMPL_TYPE: auto, but must be vllm, and DRAFT_MODEL_IMPL_TYPE too: hidden states for",
+    ),
+    "DFLASH for a torch model": (
+        "vllm",
+        drafting("dflash"),
+        TIED,
+        "MODEL_IMPL_TYPE: auto, but must be flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with drafts",
+    ),
+    "DFLASH for another JAX model": (
+        "flax_nnx",
+        drafting("dflash"),
+        {"architectures": ["Gemma4ForCausalLM"], "text_config": {}},
+        "--speculative-config: method dflash, but must be left out: hidden states for it come only",
+    ),
+    "DFLASH for a head of its own": (
+        "flax_nnx",
+        drafting("dflash"),
+        {},
+        "must be left out for a Qwen3ForCausalLM without tie_word_embeddings",
+    ),
+    "heads that are padded as the model's are": (
+        "flax_nnx",
+        drafting("eagle3", head_size=64, hidden_size=128),
+        {**LLAMA, "head_size": 96},
+        "model of --speculative-config: one with head size 64 (hidden_size / heads: 64), but must",
+    ),
+    "a cache for smaller heads": (
+        "flax_nnx",
+        drafting("dflash", hidden_size=128),
+        TIED,
+        "model of --speculative-config: one with head size 128 (hidden_size / heads: 64), but must",
+    ),
+    "MTP that returns two arrays": (
+        "vllm",
+        drafting("mtp", "DeepSeekMTPModel"),
+        {},
+        "--speculative-config: mtp with DeepSeekMTPModel, but must be left out",
+    ),
+    "MTP of one token": (
+        "vllm",
+        drafting("mtp", "MiMoMTPModel", count=2),
+        {},
+        "num_speculative_tokens of --speculative-config: 2, but must be 1: MiMoMTPModel drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS_REFUSED)
+def test_drafts_that_end_the_host_are_refused_at_the_start(host, name):
+    host.impl, draft, changes, message = DRAFTS_REFUSED[name]
+    tpu_inference.register()
+    with pytest.raises(ValueError, match=r"1 wrong argument\(s\)") as error:
+        host.start(speculative_config=draft, async_scheduling=False, **changes)
+    assert message in str(error.value)
