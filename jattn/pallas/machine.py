@@ -21,6 +21,8 @@ _BLOCK_SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 
 # Sequences with up to this many query tokens are decoded: their keys are split over the GPU. Eight
 # cover speculative decoding, which is bound by the reading of K and V as one token is.
 DECODE_TOKENS = 8
+# Blocks of a grid along y, and along z, in CUDA. Along x there may be 2**31 - 1.
+MOST_ROWS_OF_BLOCKS = 65535
 
 
 def block_shared(sm: int) -> int:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jattn import implementations, spec
+from jattn.pallas import machine
 from tests.support import budget, mosaic_cases, problems, promises, wrong
 
 if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu import compat as mosaic_compat
     from jattn.pallas.mosaic_gpu import fragments as mosaic_fragments
+    from jattn.pallas.mosaic_gpu import launch as mosaic_launch
     from jattn.pallas.mosaic_gpu.decode import kernel as mosaic_decode
     from jattn.pallas.mosaic_gpu.decode import plan as mosaic_plan
     from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_decode_tiles
@@ -78,6 +81,26 @@ def test_sequences_that_break_a_promise_are_nan():
     batch = SMALL.batch()
     broken, sequences = promises.some_broken(batch)
     promises.check(batch, *mosaic_cases.interpret(broken), sequences)
+
+
+def test_a_large_batch_fits_the_grid():
+    """Its items are more than CUDA takes along any axis but x."""
+    call, operands = SMALL.batch().call()
+    many = machine.MOST_ROWS_OF_BLOCKS // call.num_kv_heads + 1
+    call = dataclasses.replace(call, num_seqs=many, num_tokens=many, max_query_len=1)
+
+    def of_many(x, count):
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+
+    operands = jax.eval_shape(lambda x: x, operands)._replace(
+        query=of_many(operands.query, many),
+        block_tables=of_many(operands.block_tables, many),
+        seq_lens=of_many(operands.seq_lens, many),
+        query_start_loc=of_many(operands.query_start_loc, many + 1),
+    )
+    with mosaic_compat.interpreted():
+        out, _ = jax.eval_shape(lambda given: mosaic_launch.run(call, given), operands)
+    assert out.shape == operands.query.shape
 
 
 @pytest.mark.parametrize("mistake", promises.MISTAKES)

@@ -110,6 +110,8 @@ def kernel(
         `tests/gpu/test_ptx_kernels.py` executes the compiled kernel and searches for races.
       **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
+    rows = settings["grid"][:-1]  # the last axis is CUDA's x
+    assert all(n <= machine.MOST_ROWS_OF_BLOCKS for n in rows), settings["grid"]
     pretended = _interpretation.get()
     if pretended is not None:
         settings["interpret"] = _plgpu.InterpretGPUParams(detect_races=pretended.detect_races)

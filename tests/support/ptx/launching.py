@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jattn.pallas import machine
 from tests.support.ptx import opcodes  # noqa: F401 (fills the table of opcodes)
 from tests.support.ptx.machine import Cluster
 from tests.support.ptx.memory import Memory
@@ -59,6 +60,8 @@ def launch(
       PtxError: the kernel does something wrong, with the block, the warp and the instruction.
     """
     grid = (*grid, 1, 1)[:3]
+    if any(n > machine.MOST_ROWS_OF_BLOCKS for n in grid[1:]):
+        raise PtxError(f"a grid of {grid} has too many blocks along y or z")
     shape = (*cluster, 1, 1)[:3]
     if any(blocks % each for blocks, each in zip(grid, shape, strict=True)):
         raise PtxError(f"a grid of {grid} is no multiple of a cluster of {shape}")

@@ -113,8 +113,9 @@ def run(
             "o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE),
             "lse_s": scratch.Buffer((rows,), np.float32),
         },
-        grid=(count, value_rows // SLICE),
-        grid_names=("item", "slice"),
+        # One axis: of several, only the last may be longer than 65,535.
+        grid=(count * (value_rows // SLICE),),
+        grid_names=("slice",),
         num_threads=1,
         thread_name="thread",
     )
@@ -161,7 +162,9 @@ class Slice:
         row_blocks: int,
     ) -> Slice:
         """The slice of this grid block."""
-        item, first = lax.axis_index("item"), lax.axis_index("slice") * SLICE
+        index, slices = lax.axis_index("slice"), inputs.acc.shape[1] // SLICE  # of an item
+        item = lax.div(index, slices)
+        first = (index - item * slices) * SLICE
         head = lax.div(item, row_blocks)
         row_block = item - head * row_blocks
         seq = lax.div(head, call.num_kv_heads)

@@ -25,6 +25,7 @@ from jattn import call as calls
 from jattn import spec
 from jattn.integers import NO_LIMIT, ceil_div, round_up
 from jattn.pallas.mosaic_gpu import scratch
+from jattn.pallas.mosaic_gpu.prefill import tiles
 
 ALIGNMENT = scratch.COPIED_ROWS
 
@@ -47,11 +48,6 @@ class Column(enum.IntEnum):
     UNOWNED = 12  # first slot a copy brings that no sequence owns, or NO_LIMIT
 
 
-def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
-    """How many tiles a batch can need: each sequence, and padding, may begin and end inside one."""
-    return min(num_tokens, num_tokens // tile_tokens + 2 * (num_seqs + 1))
-
-
 def make(
     call: calls.Call,
     operands: calls.Operands,
@@ -61,7 +57,7 @@ def make(
     tile_tokens: int,
     copy_tokens: int,
 ) -> jax.Array:
-    """The plan: int32 [max_tiles, columns].
+    """The plan: int32 [tiles, columns].
 
     Args:
       call: the call.
@@ -88,7 +84,7 @@ def make(
     covered = jnp.where(counts > 0, starts[:-1] - aligned + counts, 0)
     ends = jnp.cumsum(ceil_div(covered, tile_tokens)[order], dtype=jnp.int32)
 
-    tile = jnp.arange(max_tiles(call.num_tokens, num_seqs, tile_tokens), dtype=jnp.int32)
+    tile = jnp.arange(tiles.max_tiles(call.num_tokens, num_seqs, tile_tokens), dtype=jnp.int32)
     place = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
     place = jnp.minimum(place, num_seqs)
     b = order[place]

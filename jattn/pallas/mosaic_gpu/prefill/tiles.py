@@ -222,6 +222,11 @@ def _shares(call: calls.Call) -> bool:
     return two and (call.block_size % 16 == 0 or call.head_dim % 128 == call.value_dim % 256 == 0)
 
 
+def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
+    """How many tiles a batch can need: each sequence, and padding, may begin and end inside one."""
+    return min(num_tokens, num_tokens // tile_tokens + 2 * (num_seqs + 1))
+
+
 def refusals(call: calls.Call) -> list[str]:
     """Why these kernels cannot run a call that the decode kernel may be able to run."""
     found = []
@@ -238,4 +243,12 @@ def refusals(call: calls.Call) -> list[str]:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
+    if not found:
+        tiles = max_tiles(call.num_tokens, call.num_seqs, choose(call).tile_tokens)
+        if tiles > machine.MOST_ROWS_OF_BLOCKS:
+            most = machine.MOST_ROWS_OF_BLOCKS
+            found.append(
+                f"{call.num_tokens} query tokens of {call.num_seqs} sequences are {tiles} tiles; "
+                f"prefill takes at most {most}"
+            )
     return found
