@@ -9,7 +9,8 @@ constexpr int kFewRows = W >= 8 ? 8 : 4;
 
 template <int R, class M> void few(const Problem& p, const Split& split, Queue& queue) {
   if constexpr (kLongRow<R> < kNever) {
-    if (p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
+    const bool longer = kLongRow<R> == 0 || p.nhd || p.S * p.key.row_bytes >= p.interleaved_run;
+    if (longer && p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
   }
   if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, split, queue);
 }

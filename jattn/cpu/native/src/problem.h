@@ -57,6 +57,8 @@ struct Problem {
   int64_t T, B, H, K, D, V, N, S, M;
   bool nhd;
   int64_t stored_heads;  // rows of a token: K, or more where an array of both is padded
+  // From so many contiguous bytes of a block on, prefetches of several runs are interleaved: see `kLongRow`.
+  int64_t interleaved_run;
   int64_t max_query_len;
   float scale;
   bool causal;               // if is_causal is null
