@@ -178,6 +178,26 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
             importlib.import_module(BRIDGE).register("wrong", **argument)
 
 
+def test_a_mask_that_shows_more_keys_than_there_are_is_refused(libraries):
+    """A cache of a window returns the last keys alone: a mask of all of them is not theirs."""
+    torch, transformers, bridge = libraries
+    family = next(family for family in FAMILIES if family.model_type == "mistral")
+    model = make_model(torch, transformers, family)
+    model.set_attn_implementation("jattn")
+    text = torch.randint(3, 96, (1, 21), generator=torch.Generator().manual_seed(17))
+    mask = torch.ones(1, 1, 1, 21, dtype=torch.bool)
+    mask[..., :12] = False
+    x = torch.zeros(1, 4, 1, 16)
+    with torch.no_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        model(text[:, :20], past_key_values=cache)
+        for given in (mask, torch.zeros(1, 1, 1, 21).masked_fill(~mask, -torch.inf)):
+            with pytest.raises(jattn.UnsupportedError, match="does not fit 11 keys: it shows some"):
+                model(text[:, 20:], attention_mask=given, past_key_values=copy.deepcopy(cache))
+        with pytest.raises(jattn.UnsupportedError, match="does not fit 20 keys: it shows some"):
+            bridge.Attention()(model, x, *[x.expand(1, 4, 20, 16)] * 2, mask)
+
+
 @pytest.mark.parametrize("model_type", ["bloom", "big_bird"])
 def test_models_with_attention_of_their_own_are_refused(model_type, libraries):
     torch, transformers, _ = libraries

@@ -248,10 +248,14 @@ def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np
         raise jattn.UnsupportedError(
             f"the mask {list(mask.shape)} does not fit {num_queries} queries and {num_keys} keys"
         )
-    mask = mask[..., :num_keys]  # of a cache with room for more
     if mask.dtype != torch.bool:
         mask = mask > HIDDEN
     found = mask.numpy(force=True)
+    if found[..., num_keys:].any():
+        raise jattn.UnsupportedError(
+            f"the mask {list(mask.shape)} does not fit {num_keys} keys: it shows some after them"
+        )
+    found = found[..., :num_keys]  # of a cache with room for more
     if (found != found[:, :1]).any():
         raise jattn.UnsupportedError(
             f"the mask {list(mask.shape)} differs between heads: jattn's heads see the same keys"
