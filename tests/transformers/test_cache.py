@@ -285,6 +285,93 @@ def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
         assert torch.equal(model.generate(**inputs, past_key_values=paged(2), **options), wanted)
 
 
+def test_a_step_that_fails_leaves_the_tokens_before_it(libraries, monkeypatch):
+    torch, transformers, _ = libraries
+    package, module = importlib.import_module(BRIDGE), importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(14))
+    odd = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    odd[..., 2] = False
+
+    def interrupted(layer, make=module._program):
+        """As by a keyboard, in the program of one layer, when the pools are the program's."""
+
+        def program(structure, *static):
+            def step(leaves, *args):
+                layers.append(1)
+                result = make(structure, *static)(leaves, *args)
+                if len(layers) > layer:
+                    raise KeyboardInterrupt
+                return result
+
+            return step
+
+        layers = []
+        return program
+
+    with torch.no_grad():
+        wanted = model(text).logits
+        package.register(implementation="triton")
+        with pytest.raises(jattn.UnsupportedError, match="triton"):  # as the program is traced
+            model(text[:, :6], past_key_values=cache)
+        package.register()
+        found = [model(text[:, :6], past_key_values=cache).logits]
+        with pytest.raises(jattn.UnsupportedError, match="query 0 of batch row 0 only 8 of the 9"):
+            model(text[:, 6:], attention_mask=odd, past_key_values=cache)
+        assert cache.get_seq_length() == 6
+        found.append(model(text[:, 6:], past_key_values=cache).logits)
+        torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=2e-5, rtol=2e-5)
+        for failing in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_program", interrupted(failing))
+                for layer in cache.layers:
+                    layer._programs = {}
+                with pytest.raises(KeyboardInterrupt):
+                    model(text[:, :1], past_key_values=cache)
+                for layer in cache.layers:
+                    layer._programs = {}
+            error, reason = (
+                (jattn.UnsupportedError, r"for the 10 keys in the cache; reset\(\) it where")
+                if failing
+                else (ValueError, "has been deleted or donated")
+            )
+            with pytest.raises(error, match=reason):
+                model(text[:, :1], past_key_values=cache)
+            cache.reset()
+            found = model(text, past_key_values=cache).logits
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_tokens_that_wait_for_attention_are_cropped_first(libraries):
+    torch, transformers, _ = libraries
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(15))
+    with torch.no_grad():
+        wanted = model(text).logits
+        model(text[:, :6], past_key_values=cache)
+        new = torch.zeros(2, 2, 3, 16)
+        for index in range(2):
+            cache.update(new, new, index)
+        assert cache.get_seq_length() == 9
+        cache.crop(-3)
+        assert cache.get_seq_length() == 6
+        found = model(text[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(found, wanted[:, 6:], atol=2e-5, rtol=2e-5)
+
+
+def test_a_part_that_is_padding_is_read(libraries):
+    torch, transformers, _ = libraries
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(16))
+    mask = torch.ones_like(text)
+    mask[0, :9], mask[1, :5] = 0, 0
+    options = {"max_new_tokens": 5, "prefill_chunk_size": 4}
+    tokens, logits = generate(torch, model, text, mask, None, **options)
+    ours, our_logits = generate(torch, model, text, mask, cache, **options)
+    assert torch.equal(ours, tokens)
+    torch.testing.assert_close(our_logits, logits, atol=2e-5, rtol=2e-5)
+
+
 def test_a_paged_cache_of_narrow_numbers(libraries):
     torch, transformers, _ = libraries
     text = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(12))

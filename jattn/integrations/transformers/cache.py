@@ -329,8 +329,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        """Forget all tokens and keep the pools."""
+        """Forget all tokens and keep the pools, but for those that an interrupted step took."""
         self.new, self.length, self._writer = None, 0, None
+        if any(leaf.is_deleted() for leaf in self._leaves):
+            self.is_initialized = False
         if self.is_initialized:
             self.history = self.pools.empty_history(self.batch_size)
 
@@ -341,9 +343,11 @@ class PagedLayer(cache_utils.CacheLayerMixin):
                 f"crop: tokens_to_remove is {tokens_to_remove}, but must be 0 or negative"
             )
         if tokens_to_remove and self.history is not None:
-            kept = self.history.kept[:, :tokens_to_remove]
-            self.history = self.history.changed(("crop", tokens_to_remove), kept)
-            self.length = kept.shape[1]
+            # Keys that wait for attention are the last, and are never written then.
+            left = max(0, self.length + tokens_to_remove)
+            kept = self.history.kept[:, :left]
+            self.history = self.history.changed(("crop", left), kept)
+            self.new, self.length = None, kept.shape[1]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Batch row i takes the tokens of row `beam_idx[i]`."""
@@ -403,12 +407,35 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Write what is new, and attend to all: [B, Tq, H, V]."""
+        """Write what is new, and attend to all: [B, Tq, H, V].
+
+        A step that raises leaves the tokens of the steps before it.
+        """
+        try:
+            return self._attend(module, query, sight, implementation, options)
+        except BaseException:
+            assert self.history is not None
+            self.new, self.length = None, self.history.kept.shape[1]
+            raise
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        sight: sights.MaskSight,
+        implementation: str | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
         if self.pools.of_encoder_decoder and self.new is not None:
             self._check_writer(module)
         batch, _, num_queries, _ = query.shape
         fresh = 0 if self.new is None else self.new[0].shape[2]
         assert self.history is not None
+        if sight.mask is not None and sight.mask.shape[-1] != self.length:
+            raise jattn.UnsupportedError(
+                f"layer {self.index} of the PagedCache: the mask {list(sight.mask.shape)} must be "
+                f"for the {self.length} keys in the cache; reset() it where a step was interrupted"
+            )
         read = sight.plan(
             (self.history, fresh, self.pools),
             batch,
@@ -418,6 +445,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             self.history.extended,
         )
         plan = read.plan
+        if not len(plan.reading.tokens):
+            assert self._empty is not None
+            self.new, self.history = None, plan.history
+            return query.new_zeros(batch, num_queries, query.shape[1], self._empty[1].shape[3])
         bias = sight.relative_bias(read, "sinks" in options)
         given = options if bias is None else {**options, "relative_bias": bias}
         if torch.is_grad_enabled() and any(
@@ -436,7 +467,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             queries = batches.to_rows(query, batch * num_queries)
         else:
             queries = batches.to_jax(plan.batch.take_queries(query))
-        self.new, self.history = None, plan.history
         static = (plan.batch.is_causal, plan.batch.max_query_len, implementation)
         if static not in self._programs:
             self._programs[static] = _program(self._structure, *static)
@@ -448,6 +478,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             plan.batch.arguments,
             arrays,
         )
+        self.new, self.history = None, plan.history
         if in_order and query.is_cpu and query.nbytes <= batches.SMALL_BYTES:
             return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
