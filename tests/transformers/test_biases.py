@@ -54,14 +54,41 @@ def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
         (torch.float32, -torch.inf),
         (torch.float16, torch.finfo(torch.float16).min),
         (torch.bfloat16, torch.finfo(torch.bfloat16).min),
+        (torch.bfloat16, -1e4),
+        (torch.float32, torch.tensor(-1e4, dtype=torch.bfloat16).item()),
     ):
         mask = torch.zeros(1, 1, 7, 7, dtype=dtype).masked_fill(future, lowest)
         torch.testing.assert_close(attention(model, query, key, value, mask)[0], wanted)
         wider = torch.nn.functional.pad(mask, (0, 9), value=lowest)  # of a cache with more room
         torch.testing.assert_close(attention(model, query, key, value, wider)[0], wanted)
+        ends = torch.arange(7)[None, None, None] > 4
+        padding = torch.zeros(1, 1, 1, 7, dtype=dtype).masked_fill(ends, lowest)
+        found, shown = (attention(model, query, key, value, x)[0] for x in (padding, ~ends))
+        torch.testing.assert_close(found, shown)
         mask[0, 0, 5, 2] = -3.0
         with pytest.raises(jattn.UnsupportedError, match="more than the distance"):
             attention(model, query, key, value, mask)
+
+
+def test_numbers_of_all_heads_are_biases(libraries):
+    """In a mask of one head, with every kind of cache."""
+    torch, transformers, _ = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    text = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(18))
+    i, j = torch.arange(12)[:, None], torch.arange(12)[None]
+    mask = (-0.5 * (i - j).abs()).masked_fill(j > i, -torch.inf)[None, None]
+    with torch.no_grad():
+        wanted, whole = model(text, attention_mask=mask).logits, model(text).logits
+        assert (wanted - whole).abs().max() > 0.1
+        model.set_attn_implementation("jattn")
+        paged = importlib.import_module(BRIDGE).PagedCache(model.config, 16)
+        for cache in (paged, transformers.DynamicCache(config=model.config)):
+            found = []
+            for start, end in ((0, 9), (9, 12)):
+                part = mask[..., start:end, :end]
+                out = model(text[:, start:end], attention_mask=part, past_key_values=cache)
+                found.append(out.logits)
+            torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=2e-5, rtol=2e-5)
 
 
 def hiding(kind, torch):

@@ -221,7 +221,7 @@ def attend(
         if plan.key_rows is not None:
             flat = flat[plan.key_rows]
         rows.append(batches.pad_rows(flat, len(plan.slots)))
-    bias = sight.relative_bias(read, "sinks" in options)
+    bias = sight.relative_bias(read, query.shape[1], "sinks" in options)
     extra = {"sinks": options.pop("sinks", None), "relative_bias": bias}
     extra = {name: x.to(query.device) for name, x in extra.items() if x is not None}
     call = functools.partial(

@@ -449,7 +449,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             assert self._empty is not None
             self.new, self.history = None, plan.history
             return query.new_zeros(batch, num_queries, query.shape[1], self._empty[1].shape[3])
-        bias = sight.relative_bias(read, "sinks" in options)
+        bias = sight.relative_bias(read, query.shape[1], "sinks" in options)
         given = options if bias is None else {**options, "relative_bias": bias}
         if torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())

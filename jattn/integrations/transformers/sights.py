@@ -16,8 +16,8 @@ from jattn import spec
 from jattn.integrations.transformers import biases, masks
 
 # Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
-# float64. float16's lowest number, -65504, is among them.
-HIDDEN = -1e4
+# float64. float16's lowest number, -65504, is among them, and -1e4, which is -9984 in bfloat16.
+HIDDEN = -9e3
 
 # Layers share masks. What was read of one goes with it, and with its version.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -184,15 +184,25 @@ class MaskSight:
         seen = spec.visible(queries, keys, num_keys, sight)
         return np.broadcast_to(seen, (batch, num_queries, num_keys))
 
-    def relative_bias(self, read: Read[Plan], has_sinks: bool) -> torch.Tensor | None:
+    def relative_bias(
+        self, read: Read[Plan], num_heads: int, has_sinks: bool
+    ) -> torch.Tensor | None:
         """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
+
+        Args:
+          read: of the mask.
+          num_heads: H.
+          has_sinks: whether the call has sinks, which biases of all keys would change.
 
         Raises:
           UnsupportedError: the bias depends on more than the distance of key and query, or learns
             more than a function of it.
         """
         bias = self._numbers(*read.seen.shape[1:])
-        return None if bias is None else biases.relative_bias(bias, read.columns, has_sinks)
+        if bias is None:
+            return None
+        table = biases.relative_bias(bias, read.columns, has_sinks)
+        return table.expand(num_heads, -1) if len(table) == 1 else table
 
     def _numbers(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros.
