@@ -244,7 +244,9 @@ def test_gradients_are_those_of_transformers(name, libraries):
 def test_packed_texts_that_see_each_other_are_refused(libraries):
     torch, transformers, _ = libraries
     texts = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17, 18]]
-    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    collate = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True
+    )
     batch = collate([{"input_ids": text} for text in texts])
     batch.pop("labels")
     model = make_model(torch, transformers, FAMILIES[0])

@@ -35,6 +35,7 @@ HARMLESS = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    "seq_idx",
     "use_cache",
 }
 # Types whose attention is their own, not that of transformers' interface, and takes numbers.
