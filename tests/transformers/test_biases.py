@@ -249,6 +249,11 @@ def test_biases_of_models_that_train(libraries):
     model = transformers.T5ForConditionalGeneration(config).train()
     model.gradient_checkpointing_enable()
     text, gradients = torch.randint(3, 96, (2, 12)), []
+    model.set_attn_implementation("jattn")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(jattn.UnsupportedError, match="take use_reentrant=False"):
+        model(text, labels=text[:, :7].clone()).loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     for implementation in ("eager", "jattn"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
@@ -257,6 +262,24 @@ def test_biases_of_models_that_train(libraries):
     for n, wanted in gradients[0].items():
         assert wanted.abs().max() > 0
         torch.testing.assert_close(gradients[1][n], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_large_bias_hides_no_differences_of_others(libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    query, key, value = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(9))
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
+    bias = (-0.1 * (i - j).abs()).where(j <= i, torch.tensor(-8e3)).expand(1, 4, 9, 9).clone()
+    attention = bridge.Attention()
+
+    def attend():
+        return attention(model, query, key, value, position_bias=bias, is_causal=False)[0]
+
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias)
+    torch.testing.assert_close(attend(), wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    bias[..., 5, 2] += 0.05
+    with pytest.raises(jattn.UnsupportedError, match="more than the distance"):
+        attend()
 
 
 def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):

@@ -6,8 +6,12 @@ Needs torch and transformers, as tests/transformers/test_generation.py does.
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import importlib
+import io
 import os
+import pickle
 import subprocess
 import sys
 
@@ -275,14 +279,29 @@ def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
     wanted = read_on(None)
     model.set_attn_implementation("jattn")
     torch.testing.assert_close(read_on(paged(2)), wanted, atol=1e-4, rtol=1e-4)
-    with pytest.raises(jattn.UnsupportedError, match=r"EncoderDecoderCache\(PagedCache\(\.\.\.\),"):
-        read_on(paged())
-    if not speech:
+    if speech:  # Whisper takes two caches of transformers' own instead
+        alone = paged()
+        torch.testing.assert_close(read_on(alone), wanted, atol=1e-4, rtol=1e-4)
+        assert alone.get_seq_length() == 0
+    else:
+        with pytest.raises(
+            jattn.UnsupportedError, match=r"EncoderDecoderCache\(PagedCache\(\.\.\.\),"
+        ):
+            read_on(paged())
         options = {"num_beams": 2, "max_new_tokens": 6, "do_sample": False}
         model.set_attn_implementation("eager")
         wanted = model.generate(**inputs, **options)
         model.set_attn_implementation("jattn")
         assert torch.equal(model.generate(**inputs, past_key_values=paged(2), **options), wanted)
+        inputs = {name: x[:1] for name, x in inputs.items()}
+        options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12, "do_sample": False}
+        cropped = paged(2)
+        found = model.generate(**inputs, past_key_values=cropped, **options)
+        model.set_attn_implementation("eager")
+        assert torch.equal(found, model.generate(**inputs, **options))
+        cropped.batch_repeat_interleave(2)
+        cropped.batch_select_indices(torch.tensor([1]))
+        assert cropped.cross_attention_cache.layers[0].batch_size == 1
 
 
 def test_a_step_that_fails_leaves_the_tokens_before_it(libraries, monkeypatch):
@@ -372,6 +391,95 @@ def test_a_part_that_is_padding_is_read(libraries):
     torch.testing.assert_close(our_logits, logits, atol=2e-5, rtol=2e-5)
 
 
+def test_a_decoder_that_attends_to_an_encoder_takes_two_paged_caches(libraries):
+    """BART's alone is no encoder-decoder by its configuration."""
+    torch, transformers, _ = libraries
+    package = importlib.import_module(BRIDGE)
+    config = transformers.BartConfig(
+        vocab_size=96, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BartForCausalLM._from_config(config, attn_implementation="eager").eval()
+    text, sound = torch.randint(3, 96, (2, 6)), torch.randn(2, 8, 64)
+    assert not model.config.is_encoder_decoder
+    with torch.no_grad():
+        wanted = model(text, encoder_hidden_states=sound).logits
+        model.set_attn_implementation("jattn")
+        caches = [package.PagedCache(model.config, 16) for _ in range(3)]
+        both = transformers.EncoderDecoderCache(*caches[:2])
+        found = [
+            model(text[:, start:end], encoder_hidden_states=sound, past_key_values=both).logits
+            for start, end in ((0, 4), (4, 6))
+        ]
+        torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=2e-5, rtol=2e-5)
+        with pytest.raises(jattn.UnsupportedError, match="keys of two attentions"):
+            model(text, encoder_hidden_states=sound, past_key_values=caches[2])
+        other = copy.deepcopy(model)
+        caches[2].reset()
+        wanted = model(text).logits
+        found = [model(text[:, :4], past_key_values=caches[2]).logits]
+        with pytest.raises(jattn.UnsupportedError, match=r"reset\(\) the cache for another model"):
+            other(text[:, 4:], past_key_values=caches[2])
+        del model
+        gc.collect()  # the cache outlives it
+        found.append(other(text[:, 4:], past_key_values=caches[2]).logits)
+        torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_a_copy_of_a_paged_cache_goes_on_alone(libraries):
+    torch, transformers, _ = libraries
+    model, prefix = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(20))
+    text[:, :5] = text[:1, :5]
+    device = jax.devices()[0]
+    with torch.no_grad():
+        wanted = model(text).logits
+        model(text[:1, :5], past_key_values=prefix)
+        for row in range(3):
+            cache = copy.deepcopy(prefix)
+            found = model(text[row : row + 1, 5:], past_key_values=cache).logits
+            torch.testing.assert_close(found, wanted[row : row + 1, 5:], atol=2e-5, rtol=2e-5)
+            assert prefix.get_seq_length() == 5
+            assert all(leaf.devices() == {device} for leaf in cache.layers[0]._leaves)
+
+
+@pytest.mark.parametrize("way", ["assistant", "prompt lookup", "several", "parts", "two turns"])
+def test_ways_to_generate_with_a_paged_cache(way, libraries):
+    torch, transformers, _ = libraries
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(21))
+    text[:, 6:] = text[:, :6]  # it repeats itself
+    turns = (8,)
+    options = {
+        "assistant": {"assistant_model": copy.deepcopy(model)},
+        "prompt lookup": {"prompt_lookup_num_tokens": 3},
+        "several": {"num_beams": 4, "num_return_sequences": 3},
+        "parts": {"prefill_chunk_size": 5},
+        "two turns": {},
+    }[way]
+    if way == "assistant":
+        with torch.no_grad():  # so that it is right and wrong by turns
+            for weight in options["assistant_model"].parameters():
+                weight.add_(0.05 * torch.randn_like(weight))
+    if way == "two turns":
+        turns = 5, 5
+
+    def run(cache):
+        tokens = text
+        for count in turns:
+            tokens = generate(
+                torch, model, tokens, torch.ones_like(tokens), cache, max_new_tokens=count,
+                **options,
+            )[0]  # fmt: skip
+            tokens = torch.cat([tokens, text[:, :3].expand(len(tokens), -1)], dim=1)
+        return tokens
+
+    found = run(cache)
+    assert cache.get_seq_length() >= 12 + 5
+    assert torch.equal(found, run(transformers.DynamicCache(config=model.config)))
+
+
 def test_a_paged_cache_of_narrow_numbers(libraries):
     torch, transformers, _ = libraries
     text = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(12))
@@ -394,6 +502,14 @@ def test_wrong_use_of_a_paged_cache_is_refused(libraries):
         model(text, past_key_values=cache)
     query = torch.zeros(2, 4, 9, 16)
     keys, values = cache.update(query[:, :2], query[:, :2], 0)
+    with pytest.raises(jattn.UnsupportedError, match="query has a batch of 1, but must have one"):
+        bridge.Attention()(model, query[:1], keys, values, is_causal=True)
+    keys, values = cache.update(query[:, :2], query[:, :2], 0)
+    for save in (pickle.dumps, copy.copy):
+        with pytest.raises(jattn.UnsupportedError, match="cannot be pickled or saved"):
+            save(cache.layers[0])
+    with pytest.raises(jattn.UnsupportedError, match="cannot be pickled or saved"):
+        torch.save(cache, io.BytesIO())
     sinks = torch.zeros(4, requires_grad=True)
     with pytest.raises(jattn.UnsupportedError, match="a PagedCache has no gradients"):
         bridge.Attention()(model, query, keys, values, is_causal=True, s_aux=sinks)

@@ -4,8 +4,8 @@ Needs torch and transformers, and minutes: `pip install '.[conformance]'`, then
 
     pytest -m transformers tests/transformers/test_generation.py
 
-or `pytest -m transformers` with tests/transformers/test_biases.py, ..._cache.py, ..._census.py and
-..._checkpoints.py, too.
+or `pytest -m transformers` with tests/transformers/test_biases.py, ..._cache.py and ..._census.py,
+too.
 
 A family's random model reads a text in chunks with a cache and decodes the rest. Judge is the same
 model in float64 with transformers' own attention; the budget, twice the error that attention makes
@@ -239,6 +239,25 @@ def test_gradients_are_those_of_transformers(name, libraries):
     assert any("k_proj" in n and g.abs().max() > 0 for n, g in gradients[1].items())
     for n, wanted in gradients[0].items():
         assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_derivatives_in_forward_mode_are_refused(paged, libraries):
+    torch, transformers, _ = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    model.set_attn_implementation("jattn")
+    cache = importlib.import_module(BRIDGE).PagedCache(model.config, 16) if paged else None
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(19))
+
+    def logits(x):
+        return model(inputs_embeds=x, past_key_values=cache, use_cache=paged).logits
+
+    forward_ad = torch.autograd.forward_ad
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(jattn.UnsupportedError, match="has a tangent"):
+            logits(dual)
+        assert forward_ad.unpack_dual(logits(x)).tangent is None
 
 
 def test_packed_texts_that_see_each_other_are_refused(libraries):

@@ -239,6 +239,7 @@ def attend(
         max_query_len=plan.batch.max_query_len,
     )
     tensors = [*rows, *extra.values()]
+    batches.refuse_tangents(tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _Differentiable.apply(call, *tensors)
     else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 import jattn
 from jattn.integers import power_of_two
@@ -41,6 +43,21 @@ def device_of(device: torch.device) -> jax.Device:
             f"tensors are on {device}, but JAX's devices are {jax.local_devices()}: put the model "
             "on one of them, or install the JAX for it"
         ) from error
+
+
+def refuse_tangents(tensors: Iterable[object]) -> None:
+    """JAX's functions see the numbers of dual tensors and drop their tangents.
+
+    Raises:
+      UnsupportedError: one of the tensors has a tangent.
+    """
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise jattn.UnsupportedError(
+                f"a tensor {list(x.shape)} that attention reads has a tangent: "
+                "jattn.integrations.transformers has no derivatives in forward mode; take those "
+                'of reverse mode, or attn_implementation="eager"'
+            )
 
 
 def to_jax(x: torch.Tensor) -> np.ndarray | jax.Array:

@@ -13,6 +13,9 @@ from jattn.integrations.transformers import batches, masks
 
 # Rounding of sums of gradients, as a share of the largest.
 ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.1}
+# Of the largest bias, how far two of a distance may be apart: 1e-5, but no more than 1e-3 or the
+# rounding of float32. Numbers that almost hide a key, -8000 say, tell nothing of the others' size.
+SAME, MOST = 1e-5, 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,8 +70,9 @@ def relative_bias(bias: torch.Tensor, columns: Columns, has_sinks: bool) -> torc
         found, full = flat[:, columns.where], flat[:, columns.entries]
         with torch.no_grad():
             error = (found[:, columns.which] - full).abs().max()
-            largest = full.abs().max()
-        if error <= 1e-5 * largest:
+            largest = float(full.abs().max())
+        limit = max(min(SAME * largest, MOST), torch.finfo(torch.float32).eps * largest)
+        if error <= limit:
             table = found
             break
     if table is None:
@@ -113,6 +117,12 @@ def _check_learning(
             continue  # both are None: they are entries of one tensor
         limit = max(ROUNDING.get(x.dtype, 1e-3) for x in (leaf, bias)) * one.abs().max()
         if (one - other).abs().max() > limit:
+            if leaf.shape == bias.shape and not isinstance(leaf, torch.nn.Parameter):
+                raise jattn.UnsupportedError(
+                    f"this bias {list(bias.shape)} learns each of its numbers: jattn's "
+                    "relative_bias learns functions of key-query distance only; where gradient "
+                    "checkpoints cut it off from what it is made of, take use_reentrant=False"
+                )
             raise jattn.UnsupportedError(
                 f"this bias {list(bias.shape)} has trainable parameters {list(leaf.shape)} that "
                 "are not a function of key-query distance: jattn's relative_bias has gradients "

@@ -37,7 +37,7 @@ from jattn.integrations.transformers import batches, masks, sights
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class PagedCache(cache_utils.Cache):
+class PagedCache(cache_utils.DynamicCache):
     """A transformers `Cache` whose keys and values live in jattn's pools.
 
         cache = PagedCache(model.config, max_cache_len=4096)
@@ -46,8 +46,9 @@ class PagedCache(cache_utils.Cache):
     Needs a model with `attn_implementation="jattn"`. Layers of full and of sliding attention get
     pools with room for `max_cache_len` tokens of every batch row; a sliding layer keeps all of
     them, and its window hides the old ones. Other layers (recurrent states, indexers) are those of
-    transformers' `DynamicCache`. An encoder-decoder takes two of them, the second for the keys of
-    its encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Nothing has gradients.
+    transformers' `DynamicCache`. A decoder that attends to an encoder takes two of them, the second
+    for the keys of its encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Nothing
+    has gradients.
 
     Args:
       config: of the model.
@@ -89,13 +90,7 @@ class PagedCache(cache_utils.Cache):
                 "every step expands all of them to keys and values, outside attention: pools that "
                 "only attention reads cannot hold them; take transformers' own caches"
             )
-        pools = _Pools(
-            max_cache_len,
-            block_size,
-            format,
-            kv_layout,
-            bool(getattr(config, "is_encoder_decoder", False)),
-        )
+        pools = _Pools(max_cache_len, block_size, format, kv_layout)
         replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
         layers = [
             PagedLayer(pools, index) if type(layer) in replaced else layer
@@ -107,7 +102,8 @@ class PagedCache(cache_utils.Cache):
                 f"PagedCache: {type(config).__name__} describes layers of {kinds}, but must have "
                 "one that caches the keys of full or sliding attention and nothing else"
             )
-        super().__init__(layers=layers)
+        # A DynamicCache by name only: an EncoderDecoderCache crops and selects no others.
+        cache_utils.Cache.__init__(self, layers=layers)
 
 
 def _expands_latents(config: PreTrainedConfig) -> bool:
@@ -156,18 +152,12 @@ class _History:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pools:
-    """How the pools of a cache are made, and the histories that its layers share.
-
-    Attributes:
-      of_encoder_decoder: whether the model has attention to its own keys and to an encoder's, which
-        a layer must not mix.
-    """
+    """How the pools of a cache are made, and the histories that its layers share."""
 
     max_cache_len: int
     block_size: int
     format: formats.Format | tuple[formats.Format, formats.Format] | None
     kv_layout: str
-    of_encoder_decoder: bool
     _empty: dict[int, _History] = dataclasses.field(default_factory=dict)
 
     @property
@@ -228,6 +218,21 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.length = 0
         self._empty: tuple[torch.Tensor, torch.Tensor] | None = None  # [0, K, 0, D], [0, K, 0, V]
         self._writer: weakref.ref[torch.nn.Module] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
+        """A layer with pools of its own on the same device. Nothing else is changed in place."""
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        found._leaves = [leaf.copy() for leaf in self._leaves]
+        found._programs = dict(self._programs)
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise jattn.UnsupportedError(
+            "a PagedCache cannot be pickled or saved, because its keys are JAX's: take "
+            "copy.deepcopy for a copy of it, or transformers' own caches"
+        )
 
     @property
     def caches(self) -> tuple[Any, Any]:
@@ -426,11 +431,16 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        if self.pools.of_encoder_decoder and self.new is not None:
+        if self.new is not None:
             self._check_writer(module)
         batch, _, num_queries, _ = query.shape
         fresh = 0 if self.new is None else self.new[0].shape[2]
         assert self.history is not None
+        if batch != self.batch_size:
+            raise jattn.UnsupportedError(
+                f"layer {self.index} of the PagedCache: query has a batch of {batch}, but must "
+                f"have one of {self.batch_size}, as the keys in the cache"
+            )
         if sight.mask is not None and sight.mask.shape[-1] != self.length:
             raise jattn.UnsupportedError(
                 f"layer {self.index} of the PagedCache: the mask {list(sight.mask.shape)} must be "
@@ -451,6 +461,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             return query.new_zeros(batch, num_queries, query.shape[1], self._empty[1].shape[3])
         bias = sight.relative_bias(read, query.shape[1], "sinks" in options)
         given = options if bias is None else {**options, "relative_bias": bias}
+        batches.refuse_tangents((query, *given.values(), *(self.new or ())))
         if torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())
         ):
@@ -484,14 +495,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
 
     def _check_writer(self, module: torch.nn.Module) -> None:
-        """Refuse the keys of an encoder behind those of a decoder."""
-        if self._writer is None:
+        """Refuse keys of another module behind those of one: an encoder's behind a decoder's."""
+        known = None if self._writer is None else self._writer()
+        if known is None:
             self._writer = weakref.ref(module)
-        elif self._writer() is not module:
+        elif known is not module:
             raise jattn.UnsupportedError(
-                f"layer {self.index} of the PagedCache was given the keys of two attentions of an "
-                "encoder-decoder: give the model an EncoderDecoderCache(PagedCache(...), "
-                "PagedCache(...))"
+                f"layer {self.index} of the PagedCache was given the keys of two attentions: give "
+                "a decoder that attends to an encoder an EncoderDecoderCache(PagedCache(...), "
+                "PagedCache(...)), and reset() the cache for another model"
             )
 
 
