@@ -243,12 +243,10 @@ def refusals(call: calls.Call) -> list[str]:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
-    if not found:
-        tiles = max_tiles(call.num_tokens, call.num_seqs, choose(call).tile_tokens)
-        if tiles > machine.MOST_ROWS_OF_BLOCKS:
-            most = machine.MOST_ROWS_OF_BLOCKS
-            found.append(
-                f"{call.num_tokens} query tokens of {call.num_seqs} sequences are {tiles} tiles; "
-                f"prefill takes at most {most}"
-            )
+    tiles = max_tiles(call.num_tokens, call.num_seqs, scratch.COPIED_ROWS)
+    if tiles > machine.MOST_ROWS_OF_BLOCKS:
+        found.append(
+            f"{call.num_tokens} query tokens of {call.num_seqs} sequences may be {tiles} tiles; "
+            f"prefill takes at most {machine.MOST_ROWS_OF_BLOCKS}"
+        )
     return found
