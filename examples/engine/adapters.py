@@ -4,6 +4,7 @@
     engine = Engine(model, limits, loras={"poet": "adapters/poet"})
     engine.add(Request(prompt, 100, adapter=engine.adapters["poet"]))
     engine.adapters.load("sailor", "adapters/sailor")            # between steps; compiles nothing
+    engine.adapters.unload("poet")                               # likewise; sequences keep theirs
 
 `examples/models/lora.py` has the mathematics. An adapter is a number in the step's inputs, of each
 token. Of the same tokens, sequences with different adapters have different keys and values, so the
@@ -13,7 +14,7 @@ hashes of their prefixes begin with the adapter's salt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Container, Iterator, Mapping, ValuesView
 from pathlib import Path
 
 from examples.engine.model import Model
@@ -42,6 +43,7 @@ class Adapters(Mapping[str, Adapter]):
         model: Model,
         room: Room | None = None,
         loras: Mapping[str, str | Path | Lora] | None = None,
+        used: Callable[[], Container[Adapter | None]] | None = None,
     ):
         """Make room, and load some.
 
@@ -49,6 +51,8 @@ class Adapters(Mapping[str, Adapter]):
           model: what is adapted.
           room: None: for no adapter.
           loras: directories that PEFT has written, or what `read_lora` made of them, by name.
+          used: returns the adapters of the sequences that wait or run; None: any may be used, so
+            those that are unloaded keep their places.
 
         Raises:
           ValueError: the model cannot be adapted, or by one of these.
@@ -57,7 +61,8 @@ class Adapters(Mapping[str, Adapter]):
             raise ValueError(f"{model.name} has no linear layers that adapters could change")
         self.model, self.room = model, room  # `model` has the adapters in its parameters
         self._base, self._loaded = model, dict[str, Adapter]()
-        self._retired: list[Adapter] = []  # whose places sequences may still use
+        self._unloaded: list[Adapter] = []  # whose places sequences may still use
+        self._used = used
         self._stacks = room and Stacks(model.linears, room, model.dtype, model.mesh)
         for name, lora in (loras or {}).items():
             self._take(name, lora)
@@ -76,11 +81,6 @@ class Adapters(Mapping[str, Adapter]):
         """Those that are loaded now: a copy, since the engine's thread may change them."""
         return dict(self._loaded).values()
 
-    @property
-    def retired(self) -> tuple[Adapter, ...]:
-        """Those that keep their places for sequences that may still use them."""
-        return tuple(self._retired)
-
     def check_name(self, name: str) -> None:
         """See that an adapter can have a name.
 
@@ -90,22 +90,26 @@ class Adapters(Mapping[str, Adapter]):
         if name in self._loaded or name == self._base.name:
             raise ValueError(f"adapter {name!r}: there is a model of this name")
 
-    def no_room(self, name: str, num_retired: int) -> ValueError:
-        """The error if all places are taken, `num_retired` of them by unloaded adapters."""
+    def no_room(self, name: str, num_unloaded: int) -> ValueError:
+        """The error if all places are taken, `num_unloaded` of them by unloaded adapters."""
         count = self.room.count if self.room else 0
-        until = f"; {num_retired} unloaded but used until their requests end" if num_retired else ""
+        until = ""
+        if num_unloaded:
+            until = f"; {num_unloaded} unloaded but used until their requests end"
         return ValueError(
             f"adapter {name!r}: there is room for {count}, and all of it is taken{until}"
         )
 
-    def free(self, used: Container[Adapter | None] | None = None) -> set[int]:
-        """The places that another adapter could take.
+    def unloaded(self) -> set[Adapter]:
+        """Those that were unloaded and keep their places, since sequences use them."""
+        if self._unloaded and self._used is not None:
+            used = self._used()
+            self._unloaded = [adapter for adapter in self._unloaded if adapter in used]
+        return set(self._unloaded)
 
-        Args:
-          used: adapters of the sequences that wait or run; None: perhaps all that were retired.
-        """
-        self._retired = [a for a in self._retired if used is None or a in used]
-        taken = {adapter.number for adapter in (*self._loaded.values(), *self._retired)}
+    def free(self) -> set[int]:
+        """The places that another adapter could take."""
+        taken = {adapter.number for adapter in (*self._loaded.values(), *self.unloaded())}
         return {*range(1, 1 + (self.room.count if self.room else 0))} - taken
 
     def load(
@@ -113,7 +117,6 @@ class Adapters(Mapping[str, Adapter]):
         name: str,
         source: str | Path | Lora,
         *,
-        used: Container[Adapter | None] | None = None,
         number: int | None = None,
     ) -> None:
         """Take one more adapter. To be called between steps.
@@ -121,7 +124,6 @@ class Adapters(Mapping[str, Adapter]):
         Args:
           name: what requests call it.
           source: a directory that PEFT has written, or what `read_lora` made of one.
-          used: as for `free`.
           number: the place it takes; None: the first that is free.
 
         Raises:
@@ -131,53 +133,35 @@ class Adapters(Mapping[str, Adapter]):
         mesh = self._base.mesh
         if mesh is not None and mesh.devices.is_multi_process:
             raise ValueError(f"adapter {name!r}: several processes take adapters at the start only")
-        self._take(name, source, used, number)
+        self._take(name, source, number)
         try:
             self._place()
         except Exception:  # the devices' memory is full
             del self._loaded[name]
             raise
 
-    def retire(self, name: str) -> None:
+    def unload(self, name: str) -> None:
         """Have no new request choose an adapter. To be called between steps.
 
-        Sequences that have it go on with it, and its place is free when they are finished.
+        Sequences that have it keep it, and its place is free when they are finished.
 
         Raises:
           AdapterNotLoadedError: there is none of this name.
         """
         if name not in self._loaded:
             raise AdapterNotLoadedError(f"adapter {name!r} is not loaded")
-        self._retired.append(self._loaded.pop(name))
-
-    def unload(self, name: str, used: Container[Adapter | None] = ()) -> None:
-        """Forget an adapter. To be called between steps.
-
-        Args:
-          name: of the adapter.
-          used: those of the sequences that wait or run.
-
-        Raises:
-          ValueError: there is none of this name, or it is used.
-        """
-        if name not in self._loaded:
-            raise AdapterNotLoadedError(f"adapter {name!r} is not loaded")
-        if self._loaded[name] in used:
-            raise ValueError(f"adapter {name!r} is used by requests that are not finished")
-        self._stacks.set(self._loaded.pop(name).number, None)
-        self._place()
+        self._unloaded.append(self._loaded.pop(name))
 
     def _take(
         self,
         name: str,
         source: str | Path | Lora,
-        used: Container[Adapter | None] | None = None,
         number: int | None = None,
     ) -> None:
-        base, free = self._base, self.free(used)
+        base, free = self._base, self.free()
         self.check_name(name)
         if not free:
-            raise self.no_room(name, len(self._retired))
+            raise self.no_room(name, len(self._unloaded))
         lora = source if isinstance(source, Lora) else read_lora(source, base.linears, base.unused)
         number = min(free) if number is None else number
         assert number in free

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import jattn
-from examples.engine.adapters import AdapterNotLoadedError, Adapters
+from examples.engine.adapters import Adapter, AdapterNotLoadedError, Adapters
 from examples.engine.arrays import Updates, id_bytes, initializer, nbytes
 from examples.engine.drafts.draft_model import check_speculation, make_speculator
 from examples.engine.drafts.speculation import Speculation
@@ -107,7 +107,7 @@ class Engine:
         """
         if speculation:
             check_speculation(speculation, model, limits)
-        self.adapters = Adapters(model, limits.adapters, loras)
+        self.adapters = Adapters(model, limits.adapters, loras, self.used_adapters)
         model = self.model
         self.limits, self.tokenizer = limits, tokenizer
         self._seed = seed
@@ -174,6 +174,11 @@ class Engine:
         """Bytes of the blocks and states in use, in all layers."""
         pools = self.scheduler.pools
         return sum(size * pools[name].num_used for name, size in self.id_bytes.items())
+
+    def used_adapters(self) -> set[Adapter | None]:
+        """Those of the sequences that wait or run."""
+        sequences = (*self.scheduler.waiting, *self.scheduler.running)
+        return {sequence.request.adapter for sequence in sequences}
 
     def reset(self, **changes: Any) -> None:
         """Start over with an empty prefix cache, and statistics at zero.

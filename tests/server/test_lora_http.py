@@ -196,7 +196,10 @@ class _Group:
 
     def __init__(self, room: Room):
         self.scheduler = types.SimpleNamespace(waiting=[], running=[])
-        self.adapters, self.engine = Adapters(small_model(), room), self
+        self.adapters, self.engine = Adapters(small_model(), room, used=self.used), self
+
+    def used(self) -> set:
+        return {sequence.request.adapter for sequence in self.scheduler.running}
 
     def use(self, name: str) -> None:
         request = Request((1,), 1, adapter=self.adapters[name])
@@ -276,5 +279,5 @@ def test_adapters_may_go_while_they_are_looked_at():
     for adapter in adapters.values():
         seen.append(adapter.name)
         if "b" in adapters:
-            adapters.retire("b")
+            adapters.unload("b")
     assert seen == ["a", "b"]

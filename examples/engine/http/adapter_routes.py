@@ -5,7 +5,7 @@
 
 Only with `--lora-folder`, and only from directories below that folder. The files are read while the
 engine goes on; then all of its groups take the adapter between two steps. After an unload no new
-request can name the adapter; those that it has go on with it, and keep its place until they end.
+request can name the adapter; those that have it finish with it, and keep its place until then.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class AdapterRoutes:
         found = [await thread.call(places) for thread in self._threads]
         free = set.intersection(*(free for free, _ in found))
         if not free:
-            raise adapters.no_room(name, len(set.union(*(retired for _, retired in found))))
+            raise adapters.no_room(name, len(set.union(*(unloaded for _, unloaded in found))))
         take = functools.partial(take_adapter, name=name, lora=lora, number=min(free))
         try:
             for thread in reversed(self._threads):  # requests find names in the first one
@@ -141,27 +141,20 @@ class AdapterRoutes:
             return None
 
 
-def used_adapters(engine: Engine) -> set[Adapter | None]:
-    """Those of the sequences that wait or run."""
-    scheduler = engine.scheduler
-    return {sequence.request.adapter for sequence in (*scheduler.waiting, *scheduler.running)}
-
-
 def places(engine: Engine) -> tuple[set[int], set[Adapter]]:
     """The places that an adapter could take, and unloaded adapters that still keep theirs."""
-    free = engine.adapters.free(used_adapters(engine))
-    return free, set(engine.adapters.retired)
+    return engine.adapters.free(), engine.adapters.unloaded()
 
 
 def take_adapter(engine: Engine, name: str, lora: Lora, number: int) -> None:
     """Load an adapter into a place that is free."""
-    engine.adapters.load(name, lora, used=used_adapters(engine), number=number)
+    engine.adapters.load(name, lora, number=number)
 
 
 def drop_adapter(engine: Engine, name: str) -> None:
     """Have no new request choose an adapter, if the engine has it."""
     if name in engine.adapters:
-        engine.adapters.retire(name)
+        engine.adapters.unload(name)
 
 
 def _check_name(fields: Fields, name: str) -> None:
