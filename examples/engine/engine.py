@@ -31,6 +31,7 @@ from examples.engine.host_cache import Moves, make_host_cache
 from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
+from examples.engine.recovery import Progress, at_fault
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.statistics import Statistics, count_compilations
@@ -50,16 +51,6 @@ class Output:
     finish_reason: str | None  # "stop" or "length" with the last token, "error" of a failed request
     error: Exception | None = None  # why the request failed
     likelihood: Likelihood | None = None  # the token's, if the request asks for it
-
-
-@dataclasses.dataclass(eq=False)
-class _Progress:
-    """How far a step is, for `Engine.recover`."""
-
-    plan: list[Chunk]
-    launched: bool = False
-    taking: Sequence | None = None  # whose tokens are being turned into text, or handed over
-    outputs: list[Output] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -113,7 +104,7 @@ class Engine:
         self._seed = seed
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
-        self._progress: _Progress | None = None  # of the step that is running
+        self._progress: Progress | None = None  # of the step that is running
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
         self.hidden: jax.Array | None = None  # states that the last step left for `drafts/mtp.py`
         if not buckets:
@@ -259,11 +250,13 @@ class Engine:
         if not plan:
             assert not self.has_work, "the oldest sequence can always go on"
             return []
-        self._progress = progress = _Progress(plan)
+        self._progress = progress = Progress(plan)
         self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
         if self._speculator and not self.steps.num_coming:
+            progress.launched = True  # models that draft run on devices
             drafted = self._speculator.draft(plan, self.scheduler, bucket)
+            progress.launched = False
             if drafted is not plan:
                 progress.plan = plan = drafted
                 bucket = self.steps.bucket_of(plan)
@@ -291,52 +284,47 @@ class Engine:
         self.statistics.note_times(start, launched, done, time.perf_counter())
         if self._speculator:
             self._speculator.note_step(plan, bucket, done - launched)
+        progress.done = True
+        if progress.failed:
+            raise next(iter(progress.failed.values()))
         self._progress = None
         return progress.outputs
 
     def recover(self, error: Exception) -> list[Output]:
-        """Fail the requests that made `step` raise, and start all others over.
+        """Fail the requests that made `step` raise; all others go on with their tokens.
 
-        At fault is the sequence whose tokens were being turned into text or whose prompt was being
-        handed over, or those whose inputs cannot be laid out. Where the device failed, it is all
-        sequences of the step. The caches may hold anything then, so they are made again, without
-        the prefix cache.
+        `recovery.py` says which those are. Where a device failed the caches may hold anything, so
+        they are made again, without the prefix cache.
 
         Returns: the outputs of the step so far, and one for every failed request.
-        Raises: `error`, if no step had begun, or if other processes run the same steps: whether
-          they have failed too is not known.
+        Raises: `error`, if no step had begun, or if devices failed that other processes share:
+          whether they have failed too is not known.
         """
         progress, self._progress = self._progress, None
-        if progress is None or self.followers:
+        if progress is None or (progress.on_devices and self.followers):
             raise error
-        planned = [c for c in progress.plan if c.sequence.finish_reason is None]
-        if progress.taking is not None:
-            failed = {progress.taking}
-            # It may have had its last token.
-            progress.outputs = [
-                output
-                for output in progress.outputs
-                if output.sequence not in failed or output.finish_reason is None
-            ]
-        elif progress.launched:
-            failed = {chunk.sequence for chunk in planned}
-        else:
-            wrong = [chunk.sequence for chunk in planned if not self._can_pack(chunk)]
-            failed = set(wrong or (chunk.sequence for chunk in planned))
+        failed = at_fault(progress, error, self._can_pack)
+        outputs = progress.outputs
         for sequence in self.scheduler.running[::-1]:
             if sequence in failed:
                 self._finish(sequence, "error")
-                progress.outputs.append(Output(sequence, -1, "", "error", error))
-            else:
+                outputs.append(Output(sequence, -1, "", "error", failed[sequence]))
+            elif not progress.done:
                 self.scheduler.preempt(sequence)
-        self.scheduler.take_copies()
+        if not progress.done:
+            self.scheduler.take_copies()  # to blocks that were given back just now
+        if progress.on_devices:
+            self._forget_caches()
+        return outputs
+
+    def _forget_caches(self) -> None:
+        """Make the caches again; no sequence runs."""
         for pool in self.scheduler.pools.values():
             pool.clear_hashes()
         if self.host_cache is not None:
             self.host_cache.forget_moves()
         del self.caches, self.tables, self.history  # before there are new ones
         self.caches, self.tables, self.history = self._make_caches()
-        return progress.outputs
 
     def _can_pack(self, chunk: Chunk) -> bool:
         try:
@@ -476,7 +464,7 @@ class Engine:
 
     def _take(
         self,
-        progress: _Progress,
+        progress: Progress,
         tokens: list[list[int]],
         logits: np.ndarray | None,
         likely: Likelihoods | None,
@@ -486,26 +474,13 @@ class Engine:
         for i, chunk in enumerate(progress.plan):
             if not chunk.is_last:
                 continue
-            sequence, draft, path = chunk.sequence, -1, []
-            progress.taking = sequence
-            while draft is not None:
-                j = 1 + draft
-                token = tokens[i][j]
-                text = sequence.append(token)
-                if logits is not None:
-                    sequence.logits.append(logits[i, j])
-                likelihood = None
-                if (count := sequence.request.logprobs) is not None:
-                    likelihood = likely.of(i * len(tokens[i]) + j, token, count)
-                    sequence.likelihoods.append(likelihood)
-                self.statistics.note_token(sequence, now)
-                progress.outputs.append(
-                    Output(sequence, token, text, sequence.finish_reason, likelihood=likelihood)
-                )
-                # What was chosen after a draft stands if the draft was right.
-                going = sequence.finish_reason is None
-                draft = chunk.next_draft(draft, sequence.tokens[-1]) if going else None
-                path += [] if draft is None else [draft]
+            sequence = chunk.sequence
+            try:
+                path = self._append(progress, i, tokens[i], logits, likely, now)
+            except Exception as error:  # of its text or grammar, on this host
+                progress.failed[sequence] = error
+                continue
+            progress.finishing = sequence
             if chunk.drafts:
                 in_place = next((n for n, at in enumerate(path) if n != at), len(path))
                 self.scheduler.settle(chunk, in_place)
@@ -513,7 +488,39 @@ class Engine:
                 self.statistics.note_drafts(len(chunk.drafts), len(path))
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
-            progress.taking = None
+            progress.finishing = None
+
+    def _append(
+        self,
+        progress: Progress,
+        index: int,
+        tokens: list[int],
+        logits: np.ndarray | None,
+        likely: Likelihoods | None,
+        now: float,
+    ) -> list[int]:
+        """Append what was chosen after a chunk; its drafts that were right, in their order."""
+        chunk, path, draft = progress.plan[index], [], -1
+        sequence = chunk.sequence
+        while draft is not None:
+            j = 1 + draft
+            token = tokens[j]
+            text = sequence.append(token)
+            if logits is not None:
+                sequence.logits.append(logits[index, j])
+            likelihood = None
+            if (count := sequence.request.logprobs) is not None:
+                likelihood = likely.of(index * len(tokens) + j, token, count)
+                sequence.likelihoods.append(likelihood)
+            self.statistics.note_token(sequence, now)
+            progress.outputs.append(
+                Output(sequence, token, text, sequence.finish_reason, likelihood=likelihood)
+            )
+            # What was chosen after a draft stands if the draft was right.
+            going = sequence.finish_reason is None
+            draft = chunk.next_draft(draft, sequence.tokens[-1]) if going else None
+            path += [] if draft is None else [draft]
+        return path
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason

@@ -127,21 +127,53 @@ def test_a_stop_token_ends_where_the_grammar_lets_it(engine):
         assert (one.text, one.finish_reason) == (text, "stop")
 
 
-def test_a_grammar_that_fails_fails_its_request_alone(engine, grammars, monkeypatch):
-    engine.reset()
-    bad = engine.add(Request((1,), 5, grammar=grammars.from_regex("a+")))
-    good = engine.add(Request((2,), 5))
+class _Followers:
+    """Stands for other processes: what they are told."""
 
-    def fail():
+    def __init__(self):
+        self.told = []
+
+    def tell(self, function, *_) -> None:
+        self.told.append(function.__name__)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "with-followers"])
+@pytest.mark.parametrize("where", ["allowed", "accept"])
+def test_a_grammar_that_fails_fails_its_request_alone(engine, grammars, monkeypatch, where, shared):
+    """Amid its text, with others that go on: before a step begins, or when it has ended."""
+    engine.reset()
+    prompt = tuple(range(40, 60))
+    (expected,) = engine.generate([Request(prompt, 9)])
+    followers = _Followers() if shared else None
+    monkeypatch.setattr(engine, "followers", followers)
+    bad = engine.add(Request((1,), 5, grammar=grammars.from_regex("a+")))
+    good = engine.add(Request(prompt, 9))
+    while not (bad.chosen and good.chosen):
+        engine.step()
+    chosen = len(good.chosen)
+    computed = engine.statistics.num_computed_tokens
+    told = followers and len(followers.told)
+
+    def fail(*_):
         raise RuntimeError("too much")
 
-    monkeypatch.setattr(bad.matcher, "allowed", fail)
+    monkeypatch.setattr(bad.matcher, where, fail)
     with pytest.raises(RuntimeError, match="too much") as caught:
         engine.step()
-    (failed,) = engine.recover(caught.value)
-    assert failed.sequence is bad
+    assert where == "accept" or not shared or len(followers.told) == told
+    outputs = engine.recover(caught.value)
+    assert (outputs[-1].sequence, outputs[-1].finish_reason) == (bad, "error")
+    assert outputs[-1].error is caught.value
+    given = [output.token for output in outputs[:-1]]
+    assert given == good.chosen[chosen:]
+    assert bool(given) == (where == "accept")  # the step has run: its tokens stand
     list(engine.stream())
-    assert (len(good.chosen), good.finish_reason) == (5, "length")
+    assert (good.chosen, good.finish_reason) == (expected.chosen, "length")
+    most = engine.limits.block_size + 9  # of a block that is partly full, and of new tokens
+    assert engine.statistics.num_computed_tokens - computed <= most
+    (again,) = engine.generate([Request(prompt, 9)])
+    assert (again.chosen, again.num_reused) == (expected.chosen, 16)
+    engine.check_idle()
 
 
 def test_tokens_of_several_bytes(tmp_path):
