@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from examples.engine.transfer.contents import Contents, Taken
 
 MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
+LEAST_TEMPERATURE = 1e-5  # below it logits / temperature may overflow
 MAX_REPETITION = 100.0
 MAX_BIAS = 100.0  # such a token is chosen, or never
 MOST_BIASES = 512  # tokens whose logits a request may change
@@ -41,7 +42,7 @@ class Sampling:
     preempted or repeated request gets the same tokens.
     """
 
-    temperature: float = 0.0  # 0: greedy
+    temperature: float = 0.0  # 0, or below `LEAST_TEMPERATURE`: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0  # 0: all
@@ -88,6 +89,11 @@ class Sampling:
             )
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the likeliest chosen."""
+        return self.temperature >= LEAST_TEMPERATURE
 
     @property
     def adjusts(self) -> bool:

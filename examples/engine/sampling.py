@@ -39,7 +39,8 @@ def sampling_rows(sequences: Sequence[requests.Sequence], num_rows: int) -> Samp
     seeds = np.zeros(num_rows, np.uint32)
     for i, sequence in enumerate(sequences):
         asked = sequence.request.sampling
-        temperature[i], top_p[i], min_p[i] = asked.temperature, asked.top_p, asked.min_p
+        temperature[i] = asked.temperature if asked.draws else 0.0
+        top_p[i], min_p[i] = asked.top_p, asked.min_p
         top_k[i], seeds[i], count[i] = asked.top_k, asked.seed, len(sequence.tokens)
     return SamplingRows(temperature, top_p, top_k, min_p, seeds, count)
 

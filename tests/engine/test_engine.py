@@ -15,7 +15,7 @@ from examples.engine import sampling
 from examples.engine.caches import Group, group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling, Sequence
-from examples.engine.sampling import SamplingRows, keep_likeliest, sample
+from examples.engine.sampling import SamplingRows, keep_likeliest, sample, sampling_rows
 from examples.engine.scheduler import PAGES, Limits, Scheduler
 from examples.engine.statistics import count_compilations
 from examples.engine.step import make_buckets, pack
@@ -519,6 +519,16 @@ def test_rows_are_drawn_as_each_asks():
         [draw(logits, dataclasses.replace(rows, count=rows.count + i)) for i in range(40)]
     )
     assert [set(column.tolist()) for column in drawn.T] == [{1}, {1}, {1, 2}, {0, 1, 2, 3}]
+
+
+def test_a_temperature_near_zero_is_greedy():
+    """Divided by it, logits would overflow."""
+    asked = (1e-38, 1e-30, 9e-6, 1e-5)
+    sequences = [Sequence(Request((1,), 2, Sampling(temperature))) for temperature in asked]
+    logits = jnp.tile(jnp.asarray([1.0, 300.0, -200.0, 0.0], jnp.float32), (len(asked), 1))
+    drawn = draw(logits, sampling_rows(sequences, len(asked)))
+    assert np.asarray(drawn).tolist() == [1] * len(asked)
+    assert [sequence.request.sampling.draws for sequence in sequences] == [False] * 3 + [True]
 
 
 # -- text as it comes -----------------------------------------------------------------------------

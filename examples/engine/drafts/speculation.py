@@ -355,4 +355,4 @@ class Speculator:
 
 def _is_drawn(sequence: Sequence) -> bool:
     """Whether a sequence's tokens are drawn at random."""
-    return sequence.request.sampling.temperature > 0
+    return sequence.request.sampling.draws
