@@ -44,7 +44,7 @@ from examples.engine.adapters import Adapter
 from examples.engine.http.app import make_app_of
 from examples.engine.http.chat import load_chat_template
 from examples.engine.http.metrics import Family, families
-from examples.engine.http.protocol import ServedModel
+from examples.engine.http.protocol import ServedModel, seeds_from
 from examples.engine.model import Model
 from examples.engine.request import Request
 from examples.engine.retries import EngineLostError, Retrying, Token, serve_tokens
@@ -207,6 +207,7 @@ class Front:
             load_chat_template(directory, self._options.chat_template),
             load_grammars(directory, tokenizer, model.vocab_size, model.stop_tokens),
             described.adapters,
+            seeds_from(self._options.seed),
         )
 
 

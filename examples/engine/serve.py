@@ -200,6 +200,7 @@ def _add_model_and_limits(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="(%(default)s)")
     add("--port", type=integer(0, 65_535), default=8000, help="0 for any (%(default)s)")
     number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
+    add("--seed", metavar="N", type=integer(0), help="of draws without one (default: any)")
     add_engine_options(parser, max_seqs=16, token_budget=128)
     number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
     number("--blocks", help="blocks in each pool (default: never a shortage)")
@@ -476,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except (ValueError, jattn.UnsupportedError) as error:
                 parser.exit(2, f"{parser.prog}: error: {error}\n")
             access, folder = access_of(options), options.lora_folder
-            reason = run(engines, access, listener, *shared, folder, told=told)
+            reason = run(engines, access, listener, *shared, folder, options.seed, told=told)
         if reason:
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             end_process(1)
@@ -582,6 +583,7 @@ def run(
     remote: Remote | None = None,
     offers: Offers | None = None,
     lora_folder: str | None = None,
+    seed: int | None = None,
     *,
     told: threading.Event | None = None,
 ) -> str | None:
@@ -599,7 +601,7 @@ def run(
         server.should_exit = True
 
     application = make_app(
-        engines, access, stop, chat_template, grammars, remote, offers, lora_folder
+        engines, access, stop, chat_template, grammars, remote, offers, lora_folder, seed
     )
     is_public = listener.family != socket.AF_UNIX  # otherwise the front logs requests
     server = DrainingServer(application, access, log_level="info", access_log=is_public)

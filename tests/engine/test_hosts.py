@@ -323,7 +323,7 @@ def test_every_option_is_shared_or_left_to_each_process():
         *("compilation_cache", "no_compilation_cache", "products", "api_key", "cors", "uds"),
         *("lora_folder", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
         *("coordinator", "num_processes", "process_id", "cluster", "restarts", "restart_wait"),
-        *("supervisor", "no_prefix_cache", "help"),
+        *("supervisor", "no_prefix_cache", "seed", "help"),
     }
     alike = {*serve.ALIKE, *serve.ALIKE_INSIDE}
     assert not alike & differing

@@ -234,6 +234,16 @@ def test_clients_ask_for_structure(engine, grammars, openai):
         for body, words in (
             ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}, but"),
             ({"response_format": {"type": "json_schema"}}, "or json_schema with a schema"),
+            ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "without other field"),
+            ({"response_format": {**as_schema, "schema": SCHEMA}}, "without other fields"),
+            (
+                {"response_format": as_schema, "structured_outputs": {"regex": "a"}},
+                "structured_outputs is {'regex': 'a'}, but response_format already says",
+            ),
+            (
+                {"response_format": {"type": "text"}, "structured_outputs": {"regex": "(("}},
+                "(?s)structured_outputs: .*unclosed group",
+            ),
             ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs: Invalid type"),
             ({"structured_outputs": {"regex": "(("}}, "(?s)structured_outputs: .*unclosed group"),
             ({"structured_outputs": {"lark": ""}}, "must be one of json, a schema, and regex"),

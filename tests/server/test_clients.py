@@ -12,7 +12,7 @@ from tests.support import extras
 httpx = extras.serve("jinja2")
 
 from examples.engine.http.chat import ChatTemplate
-from examples.engine.http.protocol import ServedModel, read_chat, read_completions
+from examples.engine.http.protocol import ServedModel, read_chat, read_completions, seeds_from
 from examples.engine.request import Sampling
 from tests.support import serving as support
 from tests.support.serving import MAX_LEN, openai_client, serving, wait_until_idle
@@ -191,12 +191,18 @@ def test_models_are_found_by_name(client, openai):
 def test_tokens_and_text_are_each_others(url):
     tokens = tokens_of(url, prompt="héllo")
     assert tokens == list("héllo".encode())
+    assert tokens_of(url, prompt="héllo", messages=None, tools=None) == tokens
     answer = httpx.post(f"{url}/detokenize", json={"tokens": tokens})
     assert answer.json() == {"prompt": "héllo"}
     for path, body, words in (
         ("tokenize", {}, "prompt must be a string"),
         ("tokenize", {"prompt": [1]}, "prompt must be a string"),
         ("tokenize", {"prompt": "x", "n": 1}, "n is not a field"),
+        ("tokenize", {"prompt": "x", "tools": TOOLS}, "tools is of messages, but there are none"),
+        ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is"),
+        ("tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt is"),
+        ("tokenize", {"messages": HELLO, "prompt": "x"}, "prompt is of a prompt, but there are"),
+        ("tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is of"),
         ("detokenize", {"tokens": [256]}, "integers in 0..255"),
         ("detokenize", {"tokens": 1}, "tokens is 1, but must be a list"),
     ):
@@ -302,6 +308,34 @@ def test_several_texts_read_their_prompt_once(client, engine):
     assert engine.statistics.num_computed_tokens - before == len(prompt) - 1 + 4 * 12
     alone = [complete(client, prompt, temperature=1, seed=3 + i).choices[0].text for i in range(4)]
     assert [choice.text for choice in answer.choices] == alone
+
+
+def test_a_seed_gives_each_prompt_what_it_gives_it_alone(client):
+    options = {"temperature": 1, "seed": 5, "n": 2}
+    both = complete(client, ["first", "second"], **options).choices
+    alone = [complete(client, prompt, **options).choices for prompt in ("first", "second")]
+    assert [c.text for c in both] == [choice.text for one in alone for choice in one]
+    assert len({c.text for c in both}) == 4
+
+
+def test_requests_without_a_seed_differ_after_each_start(engine):
+    """Unless the server is told where to begin."""
+
+    def seeds(*given) -> list[int]:
+        served = ServedModel(engine.model, engine.tokenizer, MAX_LEN, *given)
+        (first, second) = read_completions({"prompt": ["x", "y"]}, served).requests
+        return [first.sampling.seed, second.sampling.seed]
+
+    assert seeds() != seeds()
+    first, second = seeds()
+    assert second == (first + 1) % 2**32
+    assert seeds(None, None, {}, seeds_from(2**32 - 1)) == [2**32 - 1, 0]
+    texts = []
+    for _ in range(2):
+        with serving(engine, seed=7) as address, openai_client(address) as client:
+            texts.append(complete(client, temperature=1).choices[0].text)
+        wait_until_idle(engine)
+    assert texts[0] == texts[1]
 
 
 def test_the_likeliest_of_several_are_given(client, openai):

@@ -35,6 +35,7 @@ def serving(
     remote=None,
     offers=None,
     lora_folder=None,
+    seed=1,
     on_failure=lambda reason: None,
     **access,
 ):
@@ -45,7 +46,7 @@ def serving(
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})
-    given = (template, grammars, remote, offers, lora_folder)
+    given = (template, grammars, remote, offers, lora_folder, seed)
     application = make_app(engine, limits, on_failure, *given)
     server = DrainingServer(application, limits, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -56,6 +56,7 @@ from examples.engine.http.protocol import (
     read_completions,
     read_detokenize,
     read_tokenize,
+    seeds_from,
 )
 from examples.engine.server import EngineThread, Runner, ShuttingDownError
 from examples.engine.structure import Grammars
@@ -72,6 +73,7 @@ def make_app(
     remote: Remote | None = None,
     offers: Offers | None = None,
     lora_folder: str | Path | None = None,
+    seed: int | None = None,
 ) -> Starlette:
     """The application around an engine that has a tokenizer, or several of one model.
 
@@ -84,6 +86,7 @@ def make_app(
       remote: has prompts read by other servers; None: they are read here.
       offers: keeps prompts that are read for other servers; None: none are.
       lora_folder: adapters below it may be loaded and unloaded over HTTP; None: none may.
+      seed: of the first request that names none; None: another one at each start.
     """
     engines = [engines] if isinstance(engines, Engine) else engines
     engine = engines[0]
@@ -94,6 +97,7 @@ def make_app(
         chat_template,
         grammars,
         engine.adapters,
+        seeds_from(seed),
     )
     threads = [EngineThread(one, access.max_requests, remote) for one in engines]
     more = PrefillHandlers(threads[0], access, offers).routes() if offers else []

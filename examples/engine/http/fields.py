@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from examples.engine.request import cut
@@ -66,6 +66,11 @@ class Fields:
             self.problems.append(f"{name} is {cut(value)}, but must be in {low:g}..{high:g}")
             return default
         return value
+
+    def refuse(self, names: Collection[str], reason: str) -> None:
+        """Note fields that were given and have no meaning here; null counts as not given."""
+        given = (name for name in self.body if name in names and self.body[name] is not None)
+        self.problems += [f"{name} {reason}" for name in given]
 
     def finish(self) -> None:
         """Raise if anything was wrong.

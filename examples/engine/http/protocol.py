@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from examples.engine.adapters import Adapter
@@ -52,6 +53,7 @@ OF_MESSAGES = {
 OF_COMPLETIONS = KNOWN | OF_A_PROMPT | {"echo", "best_of"}
 OF_CHAT = KNOWN | OF_MESSAGES | {"max_completion_tokens", "top_logprobs"}
 OF_CHAT |= {"prompt_cache_key", "safety_identifier"}  # which have followed `user`
+NAMED_OF_SCHEMAS = {"name", "description", "strict"}  # which change nothing: all are followed
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
@@ -74,7 +76,7 @@ class ServedModel:
     grammars: Grammars | None = None  # None: texts cannot be made to follow one
     adapters: Mapping[str, Adapter] = dataclasses.field(default_factory=dict)  # by name
     # Seeds of requests that name none.
-    seeds: itertools.count = dataclasses.field(default_factory=lambda: itertools.count(1))
+    seeds: Iterator[int] = dataclasses.field(default_factory=lambda: seeds_from(None))
 
     def adapter(self, name: Any) -> Adapter | None:
         """The adapter of a name; None for the model's own name, or none.
@@ -114,6 +116,11 @@ class CheckedBody:
     def num_candidates(self) -> int:
         """How many texts are generated for each prompt."""
         return len(self.requests) // self.num_prompts
+
+
+def seeds_from(first: int | None) -> Iterator[int]:
+    """Seeds for requests that name none; None: they begin anywhere, and so differ at each start."""
+    return itertools.count(secrets.randbelow(2**32) if first is None else first)
 
 
 def read_completions(body: Any, served: ServedModel) -> CheckedBody:
@@ -163,9 +170,11 @@ def read_tokenize(body: Any, served: ServedModel) -> list[int]:
     """
     fields = Fields(body, {"model"} | OF_A_PROMPT | OF_MESSAGES, {})
     served.adapter(fields.body.get("model"))
-    if "messages" in fields.body:
+    if fields.body.get("messages") is not None:
+        fields.refuse(OF_A_PROMPT, "is of a prompt, but there are messages")
         prompts = _conversation(fields, served)
     else:
+        fields.refuse(OF_MESSAGES, "is of messages, but there are none")
         if not isinstance(fields.body.get("prompt"), str):
             fields.problems.append("prompt must be a string")
         prompts = _prompts(fields, served)
@@ -228,14 +237,17 @@ def _asked(
                 f"together they must be at most {served.max_len}"
             )
     fields.finish()
-    seeds = served.seeds if seed is None else itertools.count(seed)
     kept = 0 if logprobs is None and candidates > count else logprobs
+
+    def seed_of(choice: int) -> int:  # with a seed, that of the prompt if it were asked for alone
+        return (next(served.seeds) if seed is None else seed + choice) % 2**32
+
     try:
         requests = tuple(
             Request(
                 prompt,
                 max_tokens,
-                Sampling(**sampling, seed=next(seeds) % 2**32),
+                Sampling(**sampling, seed=seed_of(choice)),
                 stop_tokens,
                 stops,
                 logprobs=kept,
@@ -244,7 +256,7 @@ def _asked(
                 adapter=adapter,
             )
             for prompt in map(tuple, prompts)
-            for _ in range(candidates)
+            for choice in range(candidates)
         )
     except ValueError as error:
         raise ValueError(str(error).replace("max_new_tokens", "max_tokens")) from None
@@ -276,14 +288,19 @@ def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
     other = fields.get("structured_outputs", dict, {})
     schema, pattern = None, None
     match format:
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
-        case {"type": "json_object"}:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **named}, **rest}:
+            schema = None if rest or named.keys() - NAMED_OF_SCHEMAS else schema
+        case {"type": "json_object", **rest} if not rest:
             schema = {"type": "object"}
     if format and schema is None and format != {"type": "text"}:
         fields.problems.append(
             f"response_format is {cut(format)}, but its type must be text, json_object, or "
-            "json_schema with a schema"
+            "json_schema with a schema, without other fields"
+        )
+    where = "structured_outputs" if other else "response_format"
+    if schema is not None and other:
+        fields.problems.append(
+            f"structured_outputs is {cut(other)}, but response_format already says what a text is"
         )
     match other:
         case {"json": dict(schema), **rest} if not rest:
@@ -304,7 +321,6 @@ def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
             return served.grammars.from_regex(pattern)
         return served.grammars.from_schema(schema)
     except ValueError as error:
-        where = "response_format" if format else "structured_outputs"
         fields.problems.append(f"{where}: {str(error)[:400]}")
         return None
 
