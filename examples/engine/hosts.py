@@ -20,6 +20,7 @@ process waits for one that has died.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import pickle
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
 FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most steps fit
-OPTION_CHARS = 100  # of an option's value that are compared
+OPTION_CHARS = 100  # of an option's value that are told; a digest stands for those that follow
 SIZE_BYTES = 4  # in front of it: how many bytes it has
 END = ""  # told last
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
@@ -78,7 +79,7 @@ def check_alike(options: Mapping[str, Any]) -> None:
     Raises:
       ValueError: in every process: options that differ, with the value that each process has.
     """
-    texts = {name: str(value)[:OPTION_CHARS] for name, value in options.items()}
+    texts = {name: _short(str(value)) for name, value in options.items()}
     data = json.dumps(texts).encode()
     size = _padded(len(options) * 16 * OPTION_CHARS)  # the same everywhere, and enough
     packed = np.frombuffer(data.ljust(size), np.uint8)
@@ -91,6 +92,14 @@ def check_alike(options: Mapping[str, Any]) -> None:
             problems.append(f"--{name.replace('_', '-')} is {named}")
     if problems:
         raise ValueError(f"{'; '.join(problems)}: start all processes with the same options")
+
+
+def _short(text: str) -> str:
+    """A text that others are told, of at most `OPTION_CHARS`; different ones stay different."""
+    if len(text) <= OPTION_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+    return f"{text[: OPTION_CHARS - 20]}... {digest}"
 
 
 def followers_of(mesh: DeviceMesh | None) -> Followers | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import importlib.util
 import math
 import os
@@ -33,6 +32,7 @@ import jax
 import jattn
 from examples import native
 from examples.engine import hosts
+from examples.engine.alike import shared_options
 from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.drafts.speculation import read_speculation
 from examples.engine.engine import Engine
@@ -68,14 +68,6 @@ from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoin
 from examples.text import load_tokenizer
 
 DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
-# Options of programs and caches, which all processes of a group must have alike.
-ALIKE = (
-    *("mesh", "max_seqs", "token_budget", "max_len", "block_size", "blocks", "unified", "dtype"),
-    *("kv_format", "implementation", "speculate", "host_cache", "max_loras", "max_lora_rank"),
-    *("role", "heartbeat"),
-)
-# Options with paths, which may differ: what is there must be alike.
-ALIKE_INSIDE = ("model", "draft", "lora")
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
@@ -144,26 +136,6 @@ def build(
         behind=True,
     )
     return engine, template, grammars
-
-
-def shared_options(options: argparse.Namespace) -> dict[str, object]:
-    """The options that all processes of a group must have alike, by name.
-
-    Hosts may keep checkpoints and adapters in different places, so a digest of their configuration
-    stands for the path.
-    """
-
-    def digest(path: Path) -> str:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "not there"
-
-    def of_checkpoint(name: str | None) -> str | None:
-        return name and digest(checkpoint_directory(name) / "config.json")
-
-    found = {name: getattr(options, name) for name in ALIKE}
-    found |= {name: of_checkpoint(getattr(options, name)) for name in ("model", "draft")}
-    pairs = [text.partition("=")[::2] for text in options.lora]
-    loras = [f"{name}: {digest(Path(place) / 'adapter_config.json')}" for name, place in pairs]
-    return found | {"lora": " ".join(loras)}
 
 
 def wants_native(products: str, mesh: DeviceMesh | None) -> bool:

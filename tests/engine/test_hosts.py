@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors
 
 from benchmarks.serving.servers import free_port
 from examples.engine import hosts, serve
+from examples.engine.alike import ALIKE, ALIKE_INSIDE, shared_options
 from examples.engine.caches import Group
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -21,6 +24,7 @@ from examples.engine.request import Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import make_buckets, pack
 from examples.engine.transfer.fingerprint import fingerprint
+from examples.models.lora import CONFIG, TENSORS
 from tests.support import checkpoints, processes
 from tests.support.processes import start, start_command
 from tests.support.serving import wait_for
@@ -325,7 +329,7 @@ def test_every_option_is_shared_or_left_to_each_process():
         *("coordinator", "num_processes", "process_id", "cluster", "restarts", "restart_wait"),
         *("supervisor", "no_prefix_cache", "seed", "help"),
     }
-    alike = {*serve.ALIKE, *serve.ALIKE_INSIDE}
+    alike = {*ALIKE, *ALIKE_INSIDE}
     assert not alike & differing
     options = {action.dest for action in serve.options_parser()._actions}
     assert options == alike | differing
@@ -333,40 +337,69 @@ def test_every_option_is_shared_or_left_to_each_process():
 
 def test_what_is_at_a_path_is_compared(tmp_path):
     """A path may differ between hosts, but not the model, draft or adapter that it leads to."""
-    places = [tmp_path / name for name in ("one", "same", "other")]
-    for place, text in zip(places, ("{}", "{}", "{1}"), strict=True):
+
+    def write(name: str, config: str = "{}", last: float = 0.0, shards: bool = False) -> Path:
+        """A checkpoint and an adapter of two tensors, in one file or two."""
+        place = tmp_path / name
         place.mkdir()
-        (place / "config.json").write_text(text)
-        (place / "adapter_config.json").write_text(text)
+        tensors = {"a": np.zeros(4, np.float32), "b": np.zeros((900, 2), np.float32)}
+        tensors["b"][-1] = tensors["b"][450] = last
+        for file in ("config.json", CONFIG):
+            (place / file).write_text(config)
+        safetensors.save_file(tensors, place / TENSORS)
+        if shards:
+            for key, tensor in tensors.items():
+                safetensors.save_file({key: tensor}, place / f"{key}.safetensors")
+            index = {"weight_map": {key: f"{key}.safetensors" for key in tensors}}
+            (place / "model.safetensors.index.json").write_text(json.dumps(index))
+        else:
+            safetensors.save_file(tensors, place / "model.safetensors")
+        return place
 
-    def told(place, name="a"):
+    def told(place: Path, name: str = "a") -> dict[str, object]:
         given = ["--model", str(place), "--draft", str(place), "--lora", f"{name}={place}"]
-        return serve.shared_options(serve.options_parser().parse_args(given))
+        return shared_options(serve.options_parser().parse_args(given))
 
-    first, same, other = map(told, places)
-    assert first == same
-    assert {name for name in first if first[name] != other[name]} == {*serve.ALIKE_INSIDE}
-    assert {name for name in first if first[name] != told(places[0], "b")[name]} == {"lora"}
-    gone = serve.shared_options(serve.options_parser().parse_args(["--model", str(tmp_path)]))
-    assert (gone["model"], gone["draft"], gone["lora"]) == ("not there", None, "")
+    def differing(other: dict[str, object]) -> set[str]:
+        return {name for name in first if first[name] != other[name]}
+
+    one = write("one")
+    first = told(one)
+    assert differing(told(write("same"))) == differing(told(write("sharded", shards=True))) == set()
+    assert differing(told(write("config", "{ }"))) == {*ALIKE_INSIDE}
+    assert differing(told(write("weights", last=1.0))) == {*ALIKE_INSIDE}
+    assert differing(told(one, "b")) == {"lora"}
+    for name in ("cut", "text", "list"):
+        file = write(name) / "model.safetensors"
+        wrong = {"cut": b"\x00", "text": b"x" * 99, "list": b"\x02" + b"\x00" * 7 + b"[]"}
+        file.write_bytes(wrong[name])
+        file.with_name(TENSORS).write_bytes(wrong[name])
+        found = told(file.parent)
+        assert found["model"] == found["draft"] == "not a checkpoint"
+        assert found["lora"] == "a: not an adapter"
+    gone = shared_options(serve.options_parser().parse_args(["--model", str(tmp_path)]))
+    assert (gone["model"], gone["draft"], gone["lora"]) == ("not a checkpoint", None, "")
 
 
 def test_options_of_processes_are_compared(monkeypatch):
+    rows = []
+
     def gather(row):
         assert row.size == 8192  # in every process, whatever it was told
-        other = json.loads(bytes(row)) | changes
-        return np.stack([row, np.frombuffer(json.dumps(other).encode().ljust(row.size), np.uint8)])
+        rows.append(row)
+        return np.stack([rows[0], row])
 
     monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gather)
-    options = {"mesh": "tensor=2", "max_seqs": 4, "speculate": "\U0001f600" * 5000}
-    changes = {}
+    options = {"mesh": "tensor=2", "max_seqs": 4, "lora": "\U0001f600" * 5000}
     hosts.check_alike(options)
-    changes = {"max_seqs": "8", "mesh": "tensor=4"}
+    hosts.check_alike(dict(options))
     with pytest.raises(
         ValueError,
         match=r"^--mesh is tensor=2 in process 0, tensor=4 in process 1; --max-seqs is 4 in proc",
     ):
-        hosts.check_alike(options)
+        hosts.check_alike({**options, "max_seqs": "8", "mesh": "tensor=4"})
+    with pytest.raises(ValueError, match=r"^--lora is \S+\.\.\. \w{16} in process 0, "):
+        hosts.check_alike({**options, "lora": options["lora"][:-1] + "x"})
 
 
 def test_a_plan_takes_what_the_page_says():
