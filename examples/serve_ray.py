@@ -48,7 +48,13 @@ from examples.engine.http.protocol import ServedModel, seeds_from
 from examples.engine.model import Model
 from examples.engine.request import Request
 from examples.engine.retries import EngineLostError, Retrying, Token, serve_tokens
-from examples.engine.serve import access_of, build, check_options, keep_compiled
+from examples.engine.serve import (
+    access_of,
+    build,
+    check_options,
+    keep_compiled,
+    use_wide_vectors,
+)
 from examples.engine.serve import options_parser as engine_options
 from examples.engine.server import EngineThread
 from examples.engine.structure import load_grammars
@@ -116,6 +122,7 @@ class Replica:
 
     def __init__(self, options: argparse.Namespace):
         keep_compiled(options)
+        use_wide_vectors()
         engine, _, self._grammars = build(options)
         self._step_seconds = options.step_timeout
         self._thread = EngineThread(engine, options.max_requests)

@@ -67,7 +67,9 @@ from examples.models.lora import Lora, Room, read_lora
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
 
+DEFAULT_MAX_LEN = 1024  # or the model's positions, if they are fewer
 DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
+RESTART_WAIT = 120  # seconds
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
@@ -112,7 +114,7 @@ def build(
         max_seqs=options.max_seqs,
         token_budget=options.token_budget,
         block_size=block_size,
-        max_len=min(options.max_len, model.max_positions),
+        max_len=longest(options.max_len, model),
         num_blocks=dict.fromkeys(names, options.blocks) if options.blocks else None,
         prefix_caching=not options.no_prefix_cache,
         unified=options.unified,
@@ -136,6 +138,20 @@ def build(
         behind=True,
     )
     return engine, template, grammars
+
+
+def longest(max_len: int | None, model: Model) -> int:
+    """Tokens of the longest sequence: `--max-len`, or by default what the model takes of 1,024.
+
+    Raises:
+      ValueError: the model has fewer positions.
+    """
+    if max_len is not None and max_len > model.max_positions:
+        raise ValueError(
+            f"--max-len is {max_len}, but must be at most {model.max_positions}, the positions of "
+            f"{model.name}"
+        )
+    return min(DEFAULT_MAX_LEN, model.max_positions) if max_len is None else max_len
 
 
 def wants_native(products: str, mesh: DeviceMesh | None) -> bool:
@@ -174,7 +190,7 @@ def _add_model_and_limits(parser: argparse.ArgumentParser) -> None:
     number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
     add("--seed", metavar="N", type=integer(0), help="of draws without one (default: any)")
     add_engine_options(parser, max_seqs=16, token_budget=128)
-    number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
+    number("--max-len", help=f"tokens of a sequence (default: {DEFAULT_MAX_LEN}, or what fits)")
     number("--blocks", help="blocks in each pool (default: never a shortage)")
     number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
     number("--drain-timeout", default=30, help="seconds to finish requests in (%(default)s)")
@@ -186,8 +202,7 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
     add(
         "--compilation-cache",
         metavar="DIR",
-        default=default_cache(),
-        help="where compiled programs are kept for the next start (%(default)s)",
+        help=f"where compiled programs are kept for the next start ({default_cache()})",
     )
     add("--no-compilation-cache", action="store_true", help="compile everything again")
     add(
@@ -279,8 +294,7 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
     )
     number(
         "--restart-wait",
-        default=120,
-        help="seconds that a request waits for a server that starts (%(default)s)",
+        help=f"seconds that a request waits for a server that starts ({RESTART_WAIT})",
     )
     add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front,
     add("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)  # in this process
@@ -350,12 +364,14 @@ def default_cache() -> str | None:
 
 def keep_compiled(options: argparse.Namespace) -> None:
     """Have JAX keep compiled programs, unless its own environment variable says where."""
-    if options.no_compilation_cache or not options.compilation_cache:
+    given = options.compilation_cache
+    folder = default_cache() if given is None else given
+    if options.no_compilation_cache or not folder:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        watch_cache(options.compilation_cache)
+        watch_cache(folder)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -365,8 +381,9 @@ def check_options(options: argparse.Namespace) -> None:
       ValueError: one is.
     """
     if not (options.num_processes or options.cluster):
-        for name in ("coordinator", "process_id"):
-            if getattr(options, name) is not None:
+        alone = {"coordinator": None, "process_id": None, "heartbeat": hosts.HEARTBEAT_SECONDS}
+        for name, default in alone.items():
+            if getattr(options, name) != default:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for a group: give --num-processes N, too"
                 )
@@ -382,6 +399,10 @@ def check_options(options: argparse.Namespace) -> None:
             "--api-key or JATTN_API_KEY is empty, or has a line break or spaces around it, which "
             "no request can send"
         )
+    if options.compilation_cache is not None and options.no_compilation_cache:
+        raise ValueError("--compilation-cache keeps programs: give no --no-compilation-cache")
+    if options.restart_wait is not None and not (options.restarts or options.supervisor):
+        raise ValueError("--restart-wait is of a server that is started again: give --restarts N")
     if options.host_cache and options.no_prefix_cache:
         raise ValueError("--host-cache keeps the prefix cache: give it without --no-prefix-cache")
     if options.max_lora_rank and not (options.lora or options.max_loras):
@@ -476,7 +497,7 @@ def restarted(options: argparse.Namespace, given: Sequence[str], name: str) -> i
         # A signal that comes again does not cut the front's last answers off.
         with (
             on_signals(lambda: None),
-            Front(path, access_of(options), options.restart_wait) as front,
+            Front(path, access_of(options), options.restart_wait or RESTART_WAIT) as front,
         ):
             front.listen(options.host, options.port)
             status = supervise([*COMMAND, *given, *behind], options.restarts, front=front)

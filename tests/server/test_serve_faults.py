@@ -494,6 +494,11 @@ def test_a_lack_of_memory_at_the_start_is_told(error, monkeypatch, capsys):
         (["--host", ""], "--host is empty, but must be an address"),
         (["--api-key", ""], "--api-key or JATTN_API_KEY is empty, or has a line break"),
         (["--api-key", "key\n"], "--api-key or JATTN_API_KEY is empty, or has a line break"),
+        (["--heartbeat", "9"], "--heartbeat is for a group: give --num-processes N, too"),
+        (["--restart-wait", "9"], "--restart-wait is of a server that is started again: give --r"),
+        (["--restart-wait", "9", "--restarts", "0"], "--restart-wait is of a server that is"),
+        (["--compilation-cache", "x", "--no-compilation-cache"], "give no --no-compilation-cache"),
+        (["--max-len", "9999999"], "--max-len is 9999999, but must be at most "),
         (["--max-lora-rank", "8"], "--max-lora-rank is for adapters: give --lora NAME=DIR or"),
     ],
 )
