@@ -29,8 +29,12 @@ class Tokenizer(Protocol):
         """The tokens of a prompt, with those that begin and end one or without."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text of some tokens, with the names of special ones or without."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is in no text, as one that ends a turn, unless special ones are asked for."""
         ...
 
     def piece(self, token: int) -> str:
@@ -41,7 +45,7 @@ class Tokenizer(Protocol):
         """The bytes of it in UTF-8, which may be a part of a character's."""
         ...
 
-    def decoder(self) -> Decoder:
+    def decoder(self, *, special_tokens: bool = False) -> Decoder:
         """Decodes a text as it grows."""
         ...
 
@@ -53,9 +57,13 @@ class Bytes:
         """The bytes of `text`; there are no special tokens."""
         return list(text.encode())
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text, with bytes that are none written as `\\\\x..`."""
         return bytes(tokens).decode(errors="backslashreplace")
+
+    def is_special(self, token: int) -> bool:
+        """There are none."""
+        return False
 
     def piece(self, token: int) -> str:
         """The character, or `\\x..` for a byte that is none."""
@@ -65,7 +73,7 @@ class Bytes:
         """The one byte."""
         return bytes([token])
 
-    def decoder(self) -> Decoder:
+    def decoder(self, *, special_tokens: bool = False) -> Decoder:
         """Holds back the first bytes of a character."""
         return _ByteDecoder()
 
@@ -125,7 +133,7 @@ class Subwords:
     """A tokenizer of another package: tokens are parts of words.
 
     `encode` adds the tokens that the checkpoint puts around a prompt, unless it is told not to;
-    `decode` drops special ones.
+    `decode` drops special ones, unless it is told to keep them.
     """
 
     def __init__(
@@ -152,9 +160,13 @@ class Subwords:
         text.encode()  # the packages raise a TypeError
         return self._encode(text, special_tokens)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        return self._decode(tokens, False)
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text of some tokens, with the names of special ones or without."""
+        return self._decode(tokens, special_tokens)
+
+    def is_special(self, token: int) -> bool:
+        """Whether only special tokens' names show it."""
+        return not self._decode([token], False) and bool(self._decode([token], True))
 
     def piece(self, token: int) -> str:
         """The text of one token, or `\\x..` for bytes of a character that it does not complete."""
@@ -172,9 +184,9 @@ class Subwords:
             return bytes(BYTES[character] for character in name)
         return text.encode()
 
-    def decoder(self) -> Decoder:
+    def decoder(self, *, special_tokens: bool = False) -> Decoder:
         """Decodes a text as it grows."""
-        return WholeTextDecoder(self.decode)
+        return WholeTextDecoder(lambda tokens: self._decode(tokens, special_tokens))
 
     @classmethod
     def from_tokenizers(cls, path: Path) -> Subwords:
@@ -215,8 +227,14 @@ class TextStream:
     stop string until it turns out to be none. A stop string itself is not given out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
-        self._decoder = tokenizer.decoder()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        special_tokens: bool = False,
+    ):
+        self._decoder = tokenizer.decoder(special_tokens=special_tokens)
         self._stops = tuple(stop_strings)
         self._held = ""
 

@@ -217,7 +217,9 @@ class Engine:
             raise AdapterNotLoadedError(f"adapter {adapter.name!r} is not loaded")
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
-        stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
+        stream = self.tokenizer and TextStream(
+            self.tokenizer, request.stop_strings, special_tokens=request.special_tokens
+        )
         if (contents is not None or request.hands_over) and self.transfer is None:
             raise ValueError("this engine hands over no prompts (`contents.make_transfer`)")
         if contents is not None:

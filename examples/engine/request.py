@@ -119,6 +119,7 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     follow: tuple[int, ...] | None = None
+    special_tokens: bool = False  # their names are a part of the text
     logprobs: int | None = None  # alternatives; 0: only its own; None: nothing is kept
     prompt_logprobs: bool = False
     grammar: Grammar | None = None  # that the text follows

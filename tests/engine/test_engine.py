@@ -541,7 +541,7 @@ class Words:
         data = b"".join((b"a", b" b", b"\xc3", b"\xa9")[token] for token in tokens)
         return data.decode(errors="replace").removeprefix(" ")
 
-    def decoder(self) -> WholeTextDecoder:
+    def decoder(self, *, special_tokens: bool = False) -> WholeTextDecoder:
         return WholeTextDecoder(self.decode)
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ httpx = extras.serve("jinja2")
 from examples.engine.http.chat import ChatTemplate
 from examples.engine.http.protocol import ServedModel, read_chat, read_completions, seeds_from
 from examples.engine.request import Sampling
+from examples.text import Subwords
 from tests.support import serving as support
 from tests.support.serving import MAX_LEN, openai_client, serving, wait_until_idle
 
@@ -370,6 +373,52 @@ def test_every_option_reaches_the_sampling(engine):
     for read, what in ((read_completions, {"prompt": "x"}), (read_chat, {"messages": HELLO})):
         (request,) = read({**body, **what}, served).requests
         assert request.sampling == Sampling(**given, logit_bias=((7, -1.0),))
+
+
+class _Marked(Subwords):
+    """Bytes, of which "<" to "?" stand for special tokens "<60>" to "<63>"."""
+
+    def __init__(self):
+        def decode(tokens, special: bool) -> str:
+            shown = (t for t in tokens if special or not 60 <= t < 64)
+            data = (f"<{t}>".encode() if 60 <= t < 64 else bytes([t]) for t in shown)
+            return b"".join(data).decode(errors="replace")
+
+        def encode(text: str, special: bool) -> list[int]:
+            found = re.split(r"<(6[0-3])>", text)
+            return [
+                t for i, one in enumerate(found) for t in ([int(one)] if i % 2 else one.encode())
+            ]
+
+        super().__init__(encode, decode, chr)
+
+
+def test_special_tokens_end_texts_and_are_shown_if_asked_for(engine, monkeypatch, openai):
+    """Without them in it, the text has nothing that a stop string could match."""
+    monkeypatch.setattr(engine, "tokenizer", _Marked())
+    ord_a, mark = ord("a"), 61
+    options = {"logit_bias": {str(ord_a): 100, str(mark): 98}, "presence_penalty": 2}
+    options |= {"frequency_penalty": 1, "max_tokens": 4}
+    shown = {"extra_body": {"skip_special_tokens": False}}
+    with serving(engine, template=TEMPLATE) as url, openai_client(url) as client:
+        (hidden,) = complete(client, **options).choices
+        (whole,) = complete(client, logprobs=1, **options, **shown).choices
+        assert hidden.text == "a" * len(hidden.text) != ""
+        assert whole.text.replace("<61>", "") == hidden.text != whole.text
+        assert whole.logprobs.text_offset[-1] + len(whole.logprobs.tokens[-1]) == len(whole.text)
+        before = whole.text.partition("<61>")[0]
+        for more in ({}, shown):
+            (ended,) = complete(client, stop=["<61>"], **options, **more).choices
+            assert (ended.text, ended.finish_reason) == (before, "stop")
+        (ended,) = complete(client, stop=[before + "<61>"], **options, **shown).choices
+        assert (ended.text, ended.finish_reason) == ("", "stop")
+        with pytest.raises(openai.BadRequestError, match="stop is '<61>a', but must be a special"):
+            complete(client, stop=["<61>a"], **options)
+        echoed = complete(client, "x<62>", echo=True, max_tokens=1, **shown).choices[0].text
+        assert echoed.startswith("x<62>")
+        answer = httpx.post(f"{url}/detokenize", json={"tokens": [97, 62]})
+        assert answer.json() == {"prompt": "a<62>"}
+    wait_until_idle(engine)
 
 
 def test_biases_and_penalties_are_heeded(client):

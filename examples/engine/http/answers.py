@@ -131,8 +131,9 @@ class Chat:
 class Offsets:
     """Where tokens begin in a text, in characters: those of one character where it does."""
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0):
-        self._decoder, self._length = tokenizer.decoder(), start
+    def __init__(self, tokenizer: Tokenizer, special_tokens: bool, start: int = 0):
+        self._decoder = tokenizer.decoder(special_tokens=special_tokens)
+        self._length = start
 
     def next(self, token: int) -> int:
         """Where the next token begins."""
@@ -276,7 +277,7 @@ class Answer:
     def _text_of(self, index: int, output: Output) -> Text:
         """The text that one output adds to its candidate; the first token brings the echo, too."""
         asked, text = self._asked, Text()
-        is_first = index not in self._offsets
+        is_first, special = index not in self._offsets, asked.requests[index].special_tokens
         if is_first and asked.echoes is not None:
             text.text = asked.echoes[index // asked.num_candidates]
             prompt = output.sequence.request.prompt
@@ -284,10 +285,10 @@ class Answer:
                 zip(prompt, (None, *output.sequence.prompt_likelihoods), strict=False)
             )
             text.num_echoed = len(text.tokens)
-            echoed = Offsets(self._tokenizer)
+            echoed = Offsets(self._tokenizer, special)
             text.offsets = [echoed.next(token) for token, _ in text.tokens]
         if is_first:
-            self._offsets[index] = Offsets(self._tokenizer, len(text.text))
+            self._offsets[index] = Offsets(self._tokenizer, special, len(text.text))
         if asked.only_echo:
             text.reason = "length"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import secrets
@@ -44,7 +45,7 @@ KNOWN = {
     *("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "user"),
     *("stop_token_ids", "stream", "stream_options", "ignore_eos", "metadata", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
-    *("response_format", "structured_outputs"),
+    *("response_format", "structured_outputs", "skip_special_tokens"),
 }
 OF_A_PROMPT = {"prompt", "add_special_tokens"}
 OF_MESSAGES = {
@@ -196,7 +197,7 @@ def read_detokenize(body: Any, served: ServedModel) -> str:
     if not all(is_a(token, int) and 0 <= token < size for token in tokens):
         fields.problems.append(f"tokens is {cut(tokens)}, but must be integers in 0..{size - 1}")
     fields.finish()
-    return served.tokenizer.decode(tokens)
+    return served.tokenizer.decode(tokens, special_tokens=True)
 
 
 def _asked(
@@ -211,7 +212,8 @@ def _asked(
     count = fields.get("n", int, 1)
     candidates = fields.get("best_of", int, count)
     seed = fields.get("seed", int, None)
-    stops, stop_tokens = _stops(fields, served.model)
+    special = not fields.get("skip_special_tokens", bool, True)
+    stops, stop_tokens = _stops(fields, served, special)
     sampling = _sampling(fields)
     grammar = _grammar(fields, served)
     adapter = served.adapter(fields.body.get("model"))
@@ -250,6 +252,7 @@ def _asked(
                 Sampling(**sampling, seed=seed_of(choice)),
                 stop_tokens,
                 stops,
+                special_tokens=special,
                 logprobs=kept,
                 prompt_logprobs=echo and logprobs is not None,
                 grammar=grammar,
@@ -260,6 +263,7 @@ def _asked(
         )
     except ValueError as error:
         raise ValueError(str(error).replace("max_new_tokens", "max_tokens")) from None
+    decode = functools.partial(served.tokenizer.decode, special_tokens=special)
     return CheckedBody(
         requests,
         len(prompts),
@@ -267,7 +271,7 @@ def _asked(
         stream,
         include_usage,
         shows_logprobs=logprobs is not None,
-        echoes=tuple(served.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
+        echoes=tuple(map(decode, prompts)) if echo else None,
     )
 
 
@@ -351,8 +355,11 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The strings and tokens that end a text."""
+def _stops(
+    fields: Fields, served: ServedModel, special: bool
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The strings and tokens that end a text, which has special tokens or not."""
+    model = served.model
     stops = fields.body.get("stop")
     stops = [] if stops is None or stops == "" else [stops] if isinstance(stops, str) else stops
     if not (
@@ -373,8 +380,25 @@ def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ..
             f"integers in 0..{last}"
         )
         ids = []
+    named = {stop: _special_token(fields, served, stop, special) for stop in stops}
+    ids = [*ids, *(token for token in named.values() if token is not None)]
     ends = () if fields.get("ignore_eos", bool, False) else model.stop_tokens
-    return tuple(stops), (*ids, *ends)
+    return tuple(stop for stop in stops if named[stop] is None), (*ids, *ends)
+
+
+def _special_token(fields: Fields, served: ServedModel, stop: str, special: bool) -> int | None:
+    """The special token that a stop string names, if it does: others are found in the text."""
+    tokenizer = served.tokenizer
+    tokens = tokenizer.encode(stop, special_tokens=False)
+    found = [token for token in tokens if tokenizer.is_special(token)]
+    if len(found) == 1 and tokenizer.decode(found, special_tokens=True) == stop:
+        return found[0]
+    if found and not special:
+        fields.problems.append(
+            f"stop is {cut(stop)}, but must be a special token alone, or have none, unless "
+            "skip_special_tokens is false: they are in no text"
+        )
+    return None
 
 
 def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
