@@ -69,6 +69,7 @@ def test_events_are_the_whole_answer_in_parts(client):
         assert response.headers["content-type"].startswith("text/event-stream")
         *parts, usage = events(response)
     assert usage["choices"] == []
+    assert all("usage" in part and part["usage"] is None for part in parts)
     assert usage["usage"] == whole["usage"]
     assert whole["usage"]["prompt_tokens"] == 6
     texts, reasons = [""] * 4, [None] * 4

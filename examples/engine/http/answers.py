@@ -308,8 +308,11 @@ class Answer:
         read, new = sum(len(request.prompt) for request in prompts), self._num_new_tokens
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {_json({**self._head, 'choices': choices, **more}, ascii=True)}\n\n"
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        event = {**self._head, "choices": choices}
+        if self._asked.include_usage:
+            event["usage"] = usage  # null but in the last event, as OpenAI has it
+        return f"data: {_json(event, ascii=True)}\n\n"
 
 
 def _json(value: Any, *, ascii: bool = False) -> str:
