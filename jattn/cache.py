@@ -15,6 +15,9 @@ from jattn.cpu.native import writing as native
 from jattn.cpu.xla import writing as xla
 from jattn.formats import base
 
+# Of `update_kv_cache`.
+IMPLEMENTATIONS = ("native", "xla")
+
 KeyCache = TypeVar("KeyCache", bound=formats.Cache)
 ValueCache = TypeVar("ValueCache", bound=formats.Cache | None)
 
@@ -157,6 +160,12 @@ def init_kv_cache(
             f"{value_dim} with values_in_keys",
             "None: pass value_dim= to paged_attention",
         )
+        problems.require(
+            not (values_in_keys and known) or pair[0] == pair[1],
+            "format",
+            f"{format} with values_in_keys",
+            "one format: there is no array of values",
+        )
 
     def empty(dim: int, format: formats.Format) -> formats.KVArray:
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
@@ -183,8 +192,8 @@ def update_kv_cache(
     value: calls.Array | None,
     slot_mapping: calls.Array,
     *,
-    k_scale: float | jax.Array | None = None,
-    v_scale: float | jax.Array | None = None,
+    k_scale: calls.Number | None = None,
+    v_scale: calls.Number | None = None,
     kv_layout: str | None = None,
     implementation: str | None = None,
 ) -> tuple[KeyCache, ValueCache]:
@@ -248,7 +257,7 @@ def update_kv_cache(
     rows = key_cache if isinstance(key_cache, formats.KVRows) else None
     slots = jnp.asarray(slot_mapping)
 
-    def rows_of(cache: formats.Cache, new: object, scale: float | jax.Array | None) -> xla.NewRows:
+    def rows_of(cache: formats.Cache, new: object, scale: calls.Number | None) -> xla.NewRows:
         pool = formats.Quantized(jnp.asarray(formats.storage(cache)[0]), caches.quant_params(cache))
         scale = caches.per_head_scale(scale, cache, found.num_kv_heads)
         return xla.NewRows(pool, jnp.asarray(new), scale)
@@ -352,7 +361,7 @@ def check_update(
         caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
         caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
         problems.require(
-            implementation in (None, "native", "xla"),
+            implementation in (None, *IMPLEMENTATIONS),
             "implementation",
             repr(implementation),
             "None, 'native' or 'xla'",

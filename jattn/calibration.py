@@ -80,7 +80,7 @@ def calibrate(
 
     Args:
       key: [T, K, D] floats.
-      value: [T, K, V] floats.
+      value: [T, K, V] floats; the key again where values are a part of it (MLA).
       slot_mapping: int32 [T], as `update_kv_cache` takes it; a negative slot is padding.
       calibration: what earlier steps gave, or None to begin.
 
@@ -98,6 +98,9 @@ def calibrate(
       >>> k_scale * 448, int(seen.num_tokens)
       (Array([7.], dtype=float32), 1)
     """
+    given = {"key": key, "value": value, "slot_mapping": slot_mapping}
+    arrays.check_given("calibrate", given)
+    arrays.check_numbers("calibrate", given)
     with checks.checking("calibrate") as problems:
         tokens, heads = None, None
         if arrays.is_array(key) and len(key.shape) == 3:

@@ -180,6 +180,7 @@ class AttentionMetadata:
             block_size=block_size,
             num_seqs=num_seqs,
             distribution=distribution,
+            max_query_len=max_query_len,
         )
         lens, starts = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(query_start_loc, jnp.int32)
         rows = lens.shape[0]
@@ -367,6 +368,7 @@ def _check_arrays(
     block_size: int,
     num_seqs: object,
     distribution: object,
+    max_query_len: object,
 ) -> None:
     """The arguments of `from_arrays`, by shape and dtype."""
     given = {"block_tables": block_tables, "seq_lens": seq_lens, "num_seqs": num_seqs}
@@ -395,11 +397,17 @@ def _check_arrays(
             problems.expect(integers.is_int(static, 1), name, static, "an integer of at least 1")
         problems.expect(
             num_seqs is None
-            or integers.is_int(num_seqs, 0)
+            or (integers.is_int(num_seqs, 0) and (size is None or num_seqs <= size))
             or arrays.matches(num_seqs, np.int32, (), (1,)),
             "num_seqs",
             num_seqs,
-            "an integer of at least 0, or int32 of shape [] or [1]",
+            f"an integer between 0 and B{arrays.axis_is('B', size)}, or int32 of shape [] or [1]",
+        )
+        problems.expect(
+            max_query_len is None or integers.is_int(max_query_len, 1),
+            "max_query_len",
+            max_query_len,
+            "None or an integer of at least 1",
         )
         problems.expect(
             distribution is None

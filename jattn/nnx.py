@@ -81,15 +81,32 @@ class PagedAttention(nnx.Module):
         self.kv_layout = kv_layout
 
     def update(
-        self, key: calls.Array, value: calls.Array | None, slot_mapping: calls.Array
+        self,
+        key: calls.Array,
+        value: calls.Array | None,
+        slot_mapping: calls.Array,
+        *,
+        k_scale: calls.Number | None = None,
+        v_scale: calls.Number | None = None,
+        implementation: str | None = None,
     ) -> None:
         """Write new tokens: `jattn.update_kv_cache` on the module's caches.
 
         Args:
           key, value: [T, K, D] and [T, K, V]; value None with `values_in_keys`.
           slot_mapping: int32 [T]; negative writes nothing.
+          k_scale, v_scale: what `attend` must be given, too.
+          implementation: "native", "xla" or None.
+
+        Raises:
+          ValueError, UnsupportedError: as `jattn.update_kv_cache`, before anything is written.
         """
-        keys, values = cache.update_kv_cache(*self._caches(), key, value, slot_mapping)
+        keys, values = cache.update_kv_cache(
+            *(*self._caches(), key, value, slot_mapping),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            implementation=implementation,
+        )
         self.key_cache.set_value(keys)
         if self.value_cache is not None:
             self.value_cache.set_value(values)
@@ -141,12 +158,12 @@ class PagedAttention(nnx.Module):
 
         Returns:
           [T, H, V], with `return_lse` also the lse [T, H].
+
+        Raises:
+          ValueError, UnsupportedError: as `jattn.paged_attention`.
         """
-        kwargs: dict[str, Any] = {"return_lse": return_lse, **options}
-        if self.value_dim is not None:
-            kwargs = {"value_dim": self.value_dim, **kwargs}
-        keys, values = self._caches()
-        return api.paged_attention(query, keys, values, **batch.as_kwargs(), **kwargs)
+        found: Any = api.paged_attention(**self._arguments(query, batch, return_lse, options))
+        return found
 
     @overload
     def __call__(
@@ -194,9 +211,32 @@ class PagedAttention(nnx.Module):
         return_lse: bool = False,
         **options: Unpack[calls.Options[calls.Array]],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """`update` with the batch's slots, then `attend`."""
-        self.update(key, value, batch.slot_mapping)
+        """`update` with the batch's slots, then `attend`, whose arguments are checked before.
+
+        `k_scale` and `v_scale` are of both; so is an `implementation` that can do both.
+        """
+        calls.describe_call(calls.Arguments(**self._arguments(query, batch, return_lse, options)))
+        implementation = options.get("implementation")
+        self.update(
+            *(key, value, batch.slot_mapping),
+            k_scale=options.get("k_scale"),
+            v_scale=options.get("v_scale"),
+            implementation=implementation if implementation in cache.IMPLEMENTATIONS else None,
+        )
         return self.attend(query, batch, return_lse=return_lse, **options)
+
+    def _arguments(
+        self,
+        query: calls.Array,
+        batch: metadata.AttentionMetadata,
+        return_lse: bool,
+        options: calls.Options[calls.Array],
+    ) -> dict[str, Any]:
+        """The keyword arguments of `jattn.paged_attention`."""
+        keys, values = self._caches()
+        given = {"query": query, "key_cache": keys, "value_cache": values, "return_lse": return_lse}
+        dims = {} if self.value_dim is None else {"value_dim": self.value_dim}
+        return {**given, **batch.as_kwargs(), **dims, **options}
 
     def _caches(self) -> tuple[formats.KVArray, formats.KVArray | None]:
         values = None if self.value_cache is None else self.value_cache.get_value()

@@ -63,7 +63,9 @@ def kv_bytes_per_token(
       dtype: a cache format (`jattn.Int4()`, say), a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2",
         "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and for values.
         A scale per block is no token's, and not counted here: see `FullAttention.page_bytes`.
-      is_mla: one latent vector per token instead of keys and values per head.
+      is_mla: one latent vector per token instead of keys and values per head, on every rank:
+        `num_kv_heads`, `value_dim` and `tensor_parallel` then change nothing.
+      tensor_parallel: ranks that share the heads.
 
     Raises: `ValueError` for a dtype, head count or head size that has no such layout.
 

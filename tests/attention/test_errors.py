@@ -540,6 +540,7 @@ def test_shapes_without_numbers_are_named():
             lambda: jattn.AttentionMetadata.from_arrays(struct, starts[1:], starts, **batch),
             "block_tables",
         ),
+        (lambda: jattn.calibrate(struct, new, slots), "key"),
     ):
         with pytest.raises(ValueError, match=rf"{name}: ShapeDtypeStruct\(.*must be an array"):
             call()

@@ -94,6 +94,9 @@ def test_init_makes_one_array():
     assert value_cache is None
     with pytest.raises(ValueError, match="value_dim: 512 with values_in_keys"):
         jattn.init_kv_cache(4, 1, 16, 576, value_dim=512, values_in_keys=True)
+    pair = (jattn.Dense("bfloat16"), jattn.Fp8("e4m3"))
+    with pytest.raises(ValueError, match=r"format: .* with values_in_keys, but must be one format"):
+        jattn.init_kv_cache(4, 1, 16, 576, values_in_keys=True, format=pair)
 
 
 def test_what_is_refused():

@@ -94,6 +94,26 @@ def test_a_latent_cache_and_its_layout():
     assert attention.attend(query, BEFORE, value_dim=32).shape == (21, H, 32)
 
 
+def test_scales_are_of_what_is_written_and_read_and_nothing_is_written_before_checks():
+    attention = jattn.nnx.PagedAttention(N, K, S, D, format=jattn.Int8())
+    query, key, value = numbers(6, 21, H, D), numbers(7, 21, K, D), numbers(8, 21, K, D)
+    scales = {"k_scale": jnp.asarray([2.0, 0.5]), "v_scale": 4.0}
+    before = attention.key_cache.get_value().data
+    for wrong in ({"sinks": jnp.ones(3)}, {"scale": "1"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            attention(query, key, value, BEFORE, **wrong)
+    assert attention.key_cache.get_value().data is before
+    out = attention(query, key, value, BEFORE, **scales, implementation="xla")
+    mine = jattn.init_kv_cache(N, K, S, D, format=jattn.Int8())
+    mine = jattn.update_kv_cache(*mine, key, value, BEFORE.slot_mapping, **scales)
+    want = jattn.paged_attention(query, *mine, **BEFORE.as_kwargs(), **scales, implementation="xla")
+    assert (out == want).all()
+    written = attention.key_cache.get_value()
+    assert (written.data == mine[0].data).all()
+    with pytest.raises(ValueError, match="implementation: 'triton', but must be None"):
+        attention.update(key, value, BEFORE.slot_mapping, implementation="triton")
+
+
 def test_shapes_without_memory_and_refusals():
     shapes = nnx.eval_shape(Model)
     assert isinstance(shapes.attention.key_cache.get_value().data, jax.ShapeDtypeStruct)

@@ -10,7 +10,7 @@ from jattn.blocks.tables.context import ContextParallel
 
 
 def local_positions(
-    positions: jax.Array, context: ContextParallel, *, rank: int | jax.Array | None = None
+    positions: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's number on this rank, int32, and whether the rank owns it, bool.
 
@@ -18,6 +18,7 @@ def local_positions(
       positions: int32 [...], positions in the sequence.
       rank: int32 [] or None: overrides `context.rank`.
     """
+    positions = jnp.asarray(positions, jnp.int32)
     if context.size == 1:
         return positions, jnp.ones_like(positions, bool)
     turn = context.interleave * context.size
