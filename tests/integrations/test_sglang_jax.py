@@ -83,6 +83,17 @@ def test_windows_and_soft_caps_are_the_judges(gemma2):
         assert np.abs(np.subtract(gemma2.logprobs(**{name: None}), want)).max() > 0.1
 
 
+def test_rotary_embeddings_are_scaled_as_llama_3_scales_them(tmp_path):
+    """Without it, which is what the host computes by itself, the log probabilities are off."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    judge = judged(tmp_path, {**numpy_model.LLAMA, "rope_scaling": scaling})
+    found = run(judge.folder, page_size=16)
+    assert [tokens for tokens, _ in found] == judge.tokens
+    np.testing.assert_allclose([row for _, row in found], judge.logprobs(), atol=1e-3)
+    assert np.abs(np.subtract(judge.logprobs(rope_scaling=None), judge.logprobs())).max() > 0.1
+
+
 @pytest.mark.parametrize(("devices", "page_size"), [(1, 16), (1, 2), (2, 16)])
 def test_latents_and_experts_are_those_of_transformers(tmp_path, devices, page_size):
     """A bundled DeepSeek-V3 with tokens and logits of transformers in float32."""
@@ -108,6 +119,17 @@ def test_layers_that_the_host_would_leave_out_are_refused(tmp_path):
     assert "RESULT" not in out
     assert "--model-path: a model with num_kv_shared_layers=" in errors
     assert "hidden_size_per_layer_input=" in errors
+
+
+def test_pools_that_would_never_have_room_are_refused(gemma2):
+    """The host starts, takes requests, and answers none."""
+    with start(gemma2.folder, page_size=16, max_total_tokens=96) as process:
+        try:
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "RESULT" not in out
+    assert "--max-total-tokens (--mem-fraction-static): room for " in errors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -77,6 +77,61 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
         {"temperature": 0.7}, {"speculative_algorithm": "DFLASH"},
         "temperature: 0.7, but must be 0 (or top_k 1) with --speculative-algorithm DFLASH",
     ),
+    "no prompt": ({"input_ids": []}, {}, "input_ids (text, prompt): no tokens, but must be one"),
+    "a token past the vocabulary": (
+        {"input_ids": [3, 96]}, {},
+        "input_ids (prompt): with 96, but must be tokens from 0 to 95: the host would take others",
+    ),
+    "a negative token": ({"input_ids": [-1, 3]}, {}, "input_ids (prompt): with -1, but must be"),
+    "a start before the prompt": (
+        {"logprob_start_len": -2}, {}, "logprob_start_len: -2, but must be at least 0, or -1",
+    ),
+    "several starts": (
+        {"logprob_start_len": [0]}, {}, "logprob_start_len: [0], but must be a whole number",
+    ),
+    "several likely tokens": (
+        {"top_logprobs_num": [1]}, {},
+        "top_logprobs_num (logprobs, top_logprobs): [1], but must be a whole number",
+    ),
+    "several names": ({"rid": ["a"]}, {}, "rid: ['a'], but must be a string"),
+    "several keys": ({"extra_key": ["a"]}, {}, "extra_key: ['a'], but must be a string"),
+    "several devices": ({"dp_rank": [0]}, {"dp_size": 2}, "dp_rank: [0], but must be a whole"),
+    "an interval in words": (
+        {"stream_interval": "5"}, {}, "stream_interval: '5', but must be a whole number",
+    ),
+    "an interval of less than nothing": (
+        {"stream_interval": -5}, {}, "stream_interval: -5, but must be at least 1",
+    ),
+    "many of the likeliest": ({"top_k": 2**31}, {}, "top_k: 2147483648, but must be at most 2147"),
+    "a temperature of no float": (
+        {"temperature": 10**400}, {}, "temperature: 1000",
+    ),
+    "a temperature of no number": (
+        {"temperature": float("nan")}, {}, "temperature: nan, but must be at most 3.4e+38",
+    ),
+    "an answer of 33 bits": (
+        {"min_new_tokens": 2**31}, {}, "min_new_tokens (min_tokens): 2147483648, but must be at m",
+    ),
+    "experts": (
+        {"return_routed_experts": True}, {},
+        "return_routed_experts: given, but must be left out, or --enable-return-routed-experts",
+    ),
+    "texts that end it, without a tokenizer": (
+        {"stop_strs": ["x"]}, {"skip_tokenizer_init": True},
+        "stop: ['x'], but must be left out with --skip-tokenizer-init",
+    ),
+    "an answer of some length, without a tokenizer": (
+        {"min_new_tokens": 1}, {"skip_tokenizer_init": True},
+        "min_new_tokens (min_tokens): 1, but must be 0 with --skip-tokenizer-init",
+    ),
+    "a room": (
+        {"bootstrap_room": 1}, {},
+        "bootstrap_room: 1, but must be left out with --disaggregation-mode null",
+    ),
+    "an adapter by its number": (
+        {"lora_id": "1"}, {"enable_lora": True},
+        "lora_id: 1, but must be left out, and lora_path given",
+    ),
     **{
         f"{name} with drafts": (
             {name: "x"}, DRAFTS,
@@ -108,7 +163,13 @@ TAKEN = {
     "several samples": ({"n": 2}, {}),
     "several of the likeliest": ({"n": 2, "top_k": 1}, {"enable_deterministic_sampling": True}),
     "all tokens": ({"top_logprobs_num": 96, "token_ids_logprob": [0, 95]}, {}),
-    "an adapter": ({"lora_path": "a"}, {"enable_lora": True}),
+    "an adapter": ({"lora_path": "a", "lora_id": "1"}, {"enable_lora": True}),
+    "all tokens of the vocabulary": ({"input_ids": list(range(96))}, {}),
+    "an image": ({"input_ids": [96], "mm_inputs": {}}, {}),
+    "experts": ({"return_routed_experts": True}, {"enable_return_routed_experts": True}),
+    "a room": ({"bootstrap_room": 1}, {"disaggregation_mode": "prefill"}),
+    "an interval": ({"stream_interval": 5}, {}),
+    "the prompt's log-probabilities": ({"logprob_start_len": 0}, {}),
 }
 
 
@@ -116,15 +177,25 @@ def ask(host, fields: dict, settings: dict) -> object:
     """What the host makes of a request."""
     params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
     params |= {"temperature": 1.0, "n": 1}
+    params |= {
+        "ignore_eos": False,
+        "stop_strs": [],
+        "stop_token_ids": None,
+        "stream_interval": None,
+    }
     params |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
     params |= dict.fromkeys((*sglang_jax.requests.GRAMMARS, "sampling_seed"))
     params |= {name: value for name, value in fields.items() if name in params}
     request = {"return_logprob": False, "return_output_logprob_only": False}
-    request |= dict.fromkeys(("top_logprobs_num", "token_ids_logprob", "lora_path"))
+    request |= {"return_routed_experts": False, "input_ids": [1], "rid": "a"}
+    request |= dict.fromkeys(("top_logprobs_num", "token_ids_logprob", "lora_path", "lora_id"))
+    request |= dict.fromkeys(("bootstrap_room", "dp_rank", "extra_key", "mm_inputs"))
+    request |= dict.fromkeys(("logprob_start_len",))
     request |= {name: value for name, value in fields.items() if name in request}
     obj = SimpleNamespace(**request, sampling_params=SimpleNamespace(**params))
     manager = host.TokenizerManager(host.ServerArgs(**settings))
     assert manager._create_tokenized_object(obj, None, [1], mm_inputs=None) is obj
+    return obj
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -141,6 +212,24 @@ def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
 def test_a_request_next_to_a_refused_one_is_taken(host, name):
     sglang_jax.install()
     ask(host, *TAKEN[name])
+
+
+def test_the_likeliest_token_has_the_logprob_of_a_plain_one(host):
+    """The host divides by the temperature only where another request of a batch is sampled."""
+    sglang_jax.install()
+    assert ask(host, {"top_k": 1, "temperature": 5.0}, {}).sampling_params.temperature == 1
+    assert ask(host, {"top_k": 2, "temperature": 5.0}, {}).sampling_params.temperature == 5
+
+
+def test_all_tokens_that_end_an_answer_are_held_back(host):
+    """The host holds back those of the tokenizer alone, next to those that a request names."""
+    sglang_jax.install()
+    assert ask(host, {}, {}).sampling_params.stop_token_ids is None
+    assert ask(host, {"min_new_tokens": 3}, {}).sampling_params.stop_token_ids == {2, 7}
+    fields = {"min_new_tokens": 3, "stop_token_ids": {5}}
+    assert ask(host, fields, {}).sampling_params.stop_token_ids == {2, 5, 7}
+    fields |= {"ignore_eos": True}
+    assert ask(host, fields, {}).sampling_params.stop_token_ids == {5}
 
 
 def test_an_adapter_that_the_host_would_leave_out_is_refused(host):
@@ -162,6 +251,12 @@ def test_fields_of_openais_that_the_host_ignores_are_refused(host):
     said = serving._validate_request(SimpleNamespace(best_of=3, n=2))
     assert said.startswith("best_of: 3, but must be n (2), or left out")
     assert serving._validate_request(SimpleNamespace(best_of=2, n=2, suffix="")) is None
+    said = serving._validate_request(SimpleNamespace(session_params={"id": "a"}))
+    assert said.startswith("session_params: given, but must be left out")
+    for name in ("max_tokens", "max_completion_tokens"):
+        said = serving._validate_request(SimpleNamespace(**{name: 0}))
+        assert said.startswith(f"{name}: 0, but must be at least 1")
+        assert serving._validate_request(SimpleNamespace(**{name: 1})) is None
 
 
 def test_temperatures_come_first_and_greedy_requests_stay_greedy(host):

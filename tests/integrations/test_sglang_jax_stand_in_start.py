@@ -285,10 +285,55 @@ REFUSED = {
     ),
     "a factor of rotations": (
         {
-            "hf_config": {"architectures": ["Qwen3ForCausalLM"]},
+            "hf_config": {"architectures": ["Qwen2ForCausalLM"]},
             "hf_text_config": {"rope_scaling": {"rope_type": "yarn", "attention_factor": 1.5}},
         },
         "with attention_factor=1.5 of rope_scaling, but must be one without",
+    ),
+    "rotations that are not rounded": (
+        {
+            "hf_config": {"architectures": ["Qwen2ForCausalLM"]},
+            "hf_text_config": {"rope_scaling": {"rope_type": "yarn", "truncate": False}},
+        },
+        "with truncate=False of rope_scaling, but must be one without",
+    ),
+    "rotations that are scaled": (
+        {
+            "hf_config": {"architectures": ["Qwen3ForCausalLM"]},
+            "hf_text_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        },
+        "a model of Qwen3ForCausalLM with rope_scaling of rope_type yarn, but must be one without",
+    ),
+    "biases of Ling": (
+        {
+            "hf_config": {"architectures": ["BailingMoeV2ForCausalLM"]},
+            "hf_text_config": {"use_qkv_bias": True},
+        },
+        "a model of BailingMoeV2ForCausalLM with use_qkv_bias, but must be one without",
+    ),
+    "another activation": (
+        {
+            "hf_config": {"architectures": ["LlamaForCausalLM"]},
+            "hf_text_config": {"hidden_act": "gelu"},
+        },
+        "a model of LlamaForCausalLM with hidden_act=gelu, but must be one with silu",
+    ),
+    "quantized weights that it does not know": (
+        {
+            "hf_config": {
+                "architectures": ["Qwen3ForCausalLM"],
+                "quantization_config": {"quant_method": "awq"},
+            },
+        },
+        "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one that is not",
+    ),
+    "as many adapters as may be": (
+        {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 2},
+        "--max-loras-per-batch: 2, but must be at least 3, one more than --lora-paths",
+    ),
+    "long prompts at once": (
+        {"chunked_prefill_size": -1, "max_prefill_tokens": 100},
+        "--max-prefill-tokens: 100, but must be at least 128, the longest prompt, with",
     ),
     "experts that are chosen otherwise": (
         {"hf_config": {"architectures": ["DeepseekV2ForCausalLM"]}},
@@ -411,7 +456,7 @@ def test_a_device_that_jax_does_not_find_is_refused(host):
         host.ModelRunner(device="tpu").get_available_device_memory()
 
 
-@pytest.mark.parametrize("flag", ["--is-embedding", "--multimodal"])
+@pytest.mark.parametrize("flag", ["--is-embedding", "--multimodal", "--enable-mixed-chunk"])
 def test_uses_of_which_every_request_fails_are_refused(host, flag):
     """As settings are made, and by a runner whose settings are older than `install`."""
     sglang_jax.install()
@@ -438,6 +483,24 @@ def test_models_without_a_window_of_their_own_are_taken(host, architecture, text
     sglang_jax.install()
     runner = host.ModelRunner(hf_config={"architectures": [architecture]}, hf_text_config=text)
     runner._get_attention_backend()
+
+
+def test_what_is_not_refused_of_adapters_activations_and_weights(host):
+    sglang_jax.install()
+    changes = [
+        {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 3},
+        {"lora_paths": None, "max_loras_per_batch": 1, "enable_lora": True},
+        {
+            "hf_config": {"architectures": ["Gemma2ForCausalLM"]},
+            "hf_text_config": {"hidden_act": "gelu"},
+        },
+        {
+            "hf_config": {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config": SimpleNamespace(weight_block_size=None),
+        },
+    ]
+    for change in changes:
+        host.ModelRunner(**change)._get_attention_backend()
 
 
 def test_quantized_dense_layers_are_not_fused(host):

@@ -1,4 +1,4 @@
-"""Qwen3 and Gemma 2 in NumPy, float64 and without a cache: a judge for hosts that bring no torch.
+"""Qwen3, Llama and Gemma 2 in NumPy, float64 and without a cache: a judge without torch.
 
 With `precision=bfloat16` every result is rounded to it: the error of a plain computation, which
 bounds what a host in bfloat16 may be off by.
@@ -49,6 +49,7 @@ GEMMA2 = {
     "sliding_window": 9,
     "tie_word_embeddings": True,
 }
+LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 Weights = dict[str, np.ndarray]
 
 
@@ -70,7 +71,7 @@ def make(folder: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Weights
     norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size)
     if gemma:
         norms |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), size)
-    else:
+    elif config["model_type"] == "qwen3":
         norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
     low, high = (-0.5, 0.5) if gemma else (0.5, 1.5)  # Gemma adds 1 to what it stores
     weights = {"model.norm": np.full(size, (low + high) / 2)}
@@ -127,6 +128,25 @@ def letters() -> list[str]:
     return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
+def frequencies(config: dict[str, Any]) -> np.ndarray:
+    """Of rotary embeddings, as Llama 3.1 scales them where the configuration says so."""
+    half = config["head_dim"] // 2
+    found = config["rope_theta"] ** (-np.arange(half) / half)
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return found
+    assert scaling["rope_type"] == "llama3"
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    for i, frequency in enumerate(found):
+        turns = scaling["original_max_position_embeddings"] / (2 * np.pi / frequency)
+        if turns < low:
+            found[i] = frequency / scaling["factor"]
+        elif turns <= high:
+            part = (turns - low) / (high - low)
+            found[i] = (1 - part) * frequency / scaling["factor"] + part * frequency
+    return found
+
+
 def logits(
     config: dict[str, Any],
     weights: Weights,
@@ -155,8 +175,7 @@ def logits(
         return rounded(x / np.sqrt(mean + config["rms_norm_eps"]) * (weights[name] + gemma))
 
     def rotate(x: np.ndarray) -> np.ndarray:
-        half = dim // 2
-        angle = np.arange(len(x))[:, None] * config["rope_theta"] ** (-np.arange(half) / half)
+        half, angle = dim // 2, np.arange(len(x))[:, None] * frequencies(config)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         left, right = x[..., :half], x[..., half:]
         return rounded(np.concatenate([left * cos - right * sin, right * cos + left * sin], -1))
@@ -164,7 +183,7 @@ def logits(
     def attention(x: np.ndarray, index: int) -> np.ndarray:
         layer = f"model.layers.{index}.self_attn"
         q, k, v = (product(x, f"{layer}.{name}_proj").reshape(len(x), -1, dim) for name in "qkv")
-        if not gemma:
+        if config["model_type"] == "qwen3":
             q, k = norm(q, f"{layer}.q_norm"), norm(k, f"{layer}.k_norm")
         k, v = (np.repeat(rows, heads // rows.shape[1], axis=1) for rows in (rotate(k), v))
         scale = config.get("query_pre_attn_scalar", dim) ** -0.5
@@ -210,10 +229,14 @@ def logprobs(
     precision: Any = np.float64,
 ) -> list[float]:
     """Log probabilities of the last `count` of `tokens`, each after those before it."""
-    found = logits(config, weights, tokens[:-1], precision)[-count:]
-    found = found - found.max(-1, keepdims=True)
-    found -= np.log(np.exp(found).sum(-1, keepdims=True))
+    found = normalized(logits(config, weights, tokens[:-1], precision)[-count:])
     return [float(row[token]) for row, token in zip(found, tokens[-count:], strict=True)]
+
+
+def normalized(found: np.ndarray) -> np.ndarray:
+    """Log probabilities of logits."""
+    found = found - found.max(-1, keepdims=True)
+    return found - np.log(np.exp(found).sum(-1, keepdims=True))
 
 
 def greedy(config: dict[str, Any], weights: Weights, prompt: list[int], count: int) -> list[int]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,20 @@ FLAGS = {
     "mem_fraction_static": 0.5,
     "random_seed": 0,
 }
+# Fields of a request that are not of how it is sampled.
+NOT_OF_SAMPLING = (
+    "bootstrap_room",
+    "extra_key",
+    "logprob_start_len",
+    "lora_id",
+    "return_hidden_states",
+    "return_logprob",
+    "return_routed_experts",
+    "rid",
+    "text",
+    "token_ids_logprob",
+    "top_logprobs_num",
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
@@ -71,6 +87,10 @@ cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
 print("RESULT", json.dumps({"found": found, "cached": cached}), flush=True)
 os._exit(0)
 """
+
+
+def environment(devices: int) -> dict[str, str]:
+    return {**ENVIRONMENT, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
 
 
 def prompts() -> list[list[int]]:
@@ -118,11 +138,7 @@ def start(
     given["engine"] = {**FLAGS, **engine}
     return subprocess.Popen(
         [sys.executable, "-c", GENERATE, json.dumps(given)],
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        },
+        env={**os.environ, **environment(devices)},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -142,7 +158,8 @@ def run(
     """The engine's tokens and their log probabilities, of each prompt.
 
     The engine is given the prompts twice; the second time it has their pages. `sampling`: how each
-    prompt is sampled, if it is not greedily; `said`: what the engine must have logged.
+    prompt is sampled, if it is not greedily; `said`: what the engine must have logged, as a regular
+    expression.
     """
     with start(folder, devices, texts, count, sampling, **engine) as process:
         try:
@@ -151,7 +168,7 @@ def run(
             process.kill()
     lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert lines, errors[-6000:]
-    assert said in errors, errors[-6000:]
+    assert re.search(said, errors), errors[-6000:]
     found, cached = json.loads(lines[-1].removeprefix("RESULT ")).values()
     first, again = found[: len(found) // 2], found[len(found) // 2 :]
     if not engine.get("disable_radix_cache"):
@@ -166,7 +183,7 @@ def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]
 
 
 @contextlib.contextmanager
-def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
+def server(folder: str, tmp_path, *flags: str, devices: int = 1) -> Iterator[str]:
     """The host's server with jattn, whose scheduler is a process of its own; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -178,7 +195,7 @@ def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **environment(devices)},
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -200,17 +217,40 @@ def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
 def ask(address: str, **fields: object) -> tuple[int, dict]:
     """The status and body of a server's answer to a request, greedy unless told otherwise.
 
-    Fields are those of sampling, but for log-probabilities and hidden states.
+    Fields are those of sampling, but for those in `NOT_OF_SAMPLING`.
     """
-    given = {"input_ids": fields.pop("input_ids", prompts()[0])}
-    given |= {name: fields.pop(name) for name in list(fields) if name.startswith("return_")}
+    return post(address, "generate", asked(**fields))
+
+
+def asked(**fields: object) -> dict[str, object]:
+    """A request for an answer to the first prompt, unless told otherwise."""
+    given = {} if "text" in fields else {"input_ids": fields.pop("input_ids", prompts()[0])}
+    given |= {name: fields.pop(name) for name in NOT_OF_SAMPLING if name in fields}
     sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True, **fields}
-    body = json.dumps({**given, "sampling_params": sampling}).encode()
-    request = urllib.request.Request(
-        f"{address}/generate", body, {"Content-Type": "application/json"}
-    )
+    return {**given, "sampling_params": sampling}
+
+
+def post(address: str, path: str, body: dict[str, object]) -> tuple[int, Any]:
+    """The status and body of a server's answer."""
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.status, json.load(answer)
+        with send(address, path, body) as answer:
+            return answer.status, json.loads(answer.read() or "null")
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        text = error.read().decode()
+        with contextlib.suppress(json.JSONDecodeError):
+            return error.code, json.loads(text)
+        return error.code, text
+
+
+def stream(address: str, **fields: object) -> list[dict]:
+    """The parts of an answer, each with all that came before."""
+    with send(address, "generate", {**asked(**fields), "stream": True}) as answer:
+        lines = [line.decode().strip().removeprefix("data: ") for line in answer]
+    return [json.loads(line) for line in lines if line and line != "[DONE]"]
+
+
+def send(address: str, path: str, body: dict[str, object]) -> Any:
+    request = urllib.request.Request(
+        f"{address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=300)

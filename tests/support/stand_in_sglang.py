@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jattn.integrations import sglang_jax
+from tests.support import stand_in_sglang_answers
 
 
 class Serving:
@@ -25,6 +26,9 @@ class Serving:
 
     def _build_sampling_params(self, request):
         return {}
+
+    def _process_logprobs_tokens(self, logprobs, use_token_index=False):
+        return use_token_index
 
 
 class Grammar:
@@ -82,6 +86,9 @@ class Runner:
         self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
         self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
         self.hybrid = changes.pop("hybrid", False)
+        self.is_hybrid, self.is_draft_worker = True, changes.pop("is_draft_worker", False)
+        self.sliding_window_size = changes.pop("sliding_window_size", 16)
+        self.swa_max_total_num_tokens = changes.pop("swa_max_total_num_tokens", 1024)
         self.req_to_token_pool = changes.pop("req_to_token_pool", None)
         self.model_config = SimpleNamespace(
             context_len=changes.pop("context_len", 128),
@@ -93,11 +100,18 @@ class Runner:
         )
         values = {
             "attention_backend": "fa",
+            "chunked_prefill_size": 64,
             "device": "cpu",
+            "dp_size": 1,
+            "enable_lora": False,
+            "enable_mixed_chunk": False,
             "enable_deterministic_sampling": False,
             "gdn_prefill_impl": "fused_chunk_parallel",
             "is_embedding": False,
             "kv_cache_dtype": "auto",
+            "lora_paths": None,
+            "max_loras_per_batch": 8,
+            "max_prefill_tokens": 128,
             "moe_backend": "epmoe",
             "multimodal": False,
             "quantization_config_path": None,
@@ -108,6 +122,9 @@ class Runner:
             **changes,
         }
         self.server_args = SimpleNamespace(**values)
+
+    def set_num_token_hybrid(self):
+        pass
 
     def get_available_device_memory(self):
         return 1000
@@ -127,7 +144,9 @@ class Args:
     def __init__(self, **changes):
         values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
         values |= {"dp_size": 1, "enable_deterministic_sampling": False, "enable_lora": False}
-        values |= {"disable_overlap_schedule": False}
+        values |= {"disable_overlap_schedule": False, "disaggregation_mode": "null"}
+        values |= {"enable_mixed_chunk": False, "enable_return_routed_experts": False}
+        values |= {"skip_tokenizer_init": False}
         vars(self).update({**values, **changes})
         self.__post_init__()
 
@@ -140,7 +159,20 @@ class Tokenizer:
 
     def __init__(self, server_args):
         self.server_args = server_args
-        self.model_config = SimpleNamespace(vocab_size=96)
+        self.model_config = SimpleNamespace(vocab_size=96, hf_eos_token_id={2, 7})
+        self.rid_to_state, self.told, self.sent = {}, [], []
+
+    def _send_one_request(self, obj, tokenized_obj, created_time=None):
+        self.sent.append(tokenized_obj.rid)
+
+    def _handle_abort_req(self, received):
+        self.rid_to_state[received.rid].finished = True
+
+    def _notify_state_event(self, state):
+        self.told.append(state)
+
+    def convert_logprob_style(self, found, state):
+        found["output_token_logprobs"] = []
 
     def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
         return obj
@@ -189,7 +221,7 @@ def host(monkeypatch):
     kda, lightning = types.ModuleType("kda_backend"), types.ModuleType("lightning_backend")
     linear.kda_backend, linear.lightning_backend = kda, lightning
     memory_pool = types.ModuleType("memory_pool")
-    engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
+    engine = types.ModuleType("engine")
     grammar, constrained = types.ModuleType("base"), types.ModuleType("constrained")
     constrained.base_grammar_backend, grammar.INVALID_GRAMMAR_OBJ = grammar, object()
     grammar.BaseGrammarBackend = subclass("BaseGrammarBackend", Grammars)
@@ -199,7 +231,10 @@ def host(monkeypatch):
         serving[f"{openai}.serving_{part}"] = module = types.ModuleType(part)
         of_part = subclass(f"OpenAIServing{name}", serving_class)
         setattr(module, of_part.__name__, serving_class if part == "base" else of_part)
-    batch = types.ModuleType("schedule_batch")
+    chat = serving[f"{openai}.serving_chat"].OpenAIServingChat
+    answers = stand_in_sglang_answers.modules(subclass)
+    batch = answers["sgl_jax.srt.managers.schedule_batch"]
+    scheduler = answers["sgl_jax.srt.managers.scheduler"]
     batch.ModelWorkerSamplingInfo = subclass("ModelWorkerSamplingInfo", SamplingInfo)
     sampler = types.ModuleType("sampler")
     sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask = choose
@@ -218,8 +253,7 @@ def host(monkeypatch):
         openai: types.ModuleType("openai"),
         **serving,
         "sgl_jax.srt.managers": types.ModuleType("managers"),
-        "sgl_jax.srt.managers.schedule_batch": batch,
-        "sgl_jax.srt.managers.scheduler": scheduler,
+        **answers,
         "sgl_jax.srt.managers.tokenizer_manager": types.ModuleType("tokenizer_manager"),
         "sgl_jax.srt.server_args": types.ModuleType("server_args"),
         "sgl_jax.srt.layers": types.ModuleType("layers"),
@@ -244,14 +278,28 @@ def host(monkeypatch):
     modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = runner
     modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = tokenizer
     modules["sgl_jax.srt.server_args"].ServerArgs = server_args
+    modules["sgl_jax.srt.managers"].scheduler_output_processor_mixin = answers[
+        "sgl_jax.srt.managers.scheduler_output_processor_mixin"
+    ]
+    modules["sgl_jax.srt.managers"].detokenizer_manager = answers[
+        "sgl_jax.srt.managers.detokenizer_manager"
+    ]
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=runner, backend=backend)
     found.grammar, found.batch, found.Serving = grammar, batch, of_part
+    found.Chat = chat
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
     found.ServerArgs, found.TokenizerManager = server_args, tokenizer
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
     found.model_config, found.sampler = model_config, sampler
+    found.processor = answers["sgl_jax.srt.managers.scheduler_output_processor_mixin"]
+    found.detokenizer = answers["sgl_jax.srt.managers.detokenizer_manager"]
+    found.io_struct = answers["sgl_jax.srt.managers.io_struct"]
+    found.tp_worker = answers["sgl_jax.srt.managers.tp_worker"]
+    found.lora = answers["sgl_jax.srt.lora.lora_config"]
+    found.sampling_info = answers["sgl_jax.srt.sampling.sampling_batch_info"]
+    found.embeddings = answers["sgl_jax.srt.layers.embeddings"]
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
     monkeypatch.setattr(

@@ -29,10 +29,18 @@ import jax
 from jattn import checks
 from jattn.integrations import layer, versions
 from jattn.integrations.sglang_jax import (
+    aborts,
+    adapters,
+    capacity,
     copies,
+    detokenizer,
     experts,
+    finishing,
     grammars,
     latent,
+    logprobs,
+    pauses,
+    penalties,
     recurrent,
     refusals,
     requests,
@@ -45,11 +53,27 @@ from jattn.integrations.sglang_jax import (
 
 TESTED = "0.1.0rc0"
 
+# What the host does otherwise with jattn, apart from its kernels.
+SUBJECTS = (
+    aborts,
+    adapters,
+    capacity,
+    detokenizer,
+    finishing,
+    grammars,
+    logprobs,
+    pauses,
+    penalties,
+    requests,
+    rotary,
+    sampling,
+)
+
 logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Put jattn in the place of sglang-jax's TPU kernel, here and in the scheduler's process.
+    """Put jattn in the place of sglang-jax's TPU kernel, here and in the processes it spawns.
 
     Raises:
       ImportError: sglang-jax is not installed.
@@ -105,11 +129,11 @@ def install() -> None:
     ModelRunner.get_available_device_memory = check_and_measure  # what a runner does first
     ModelRunner._get_attention_backend = check_and_choose
     ServerArgs.__post_init__ = finish_and_check
-    requests.enable()
-    grammars.enable()
-    rotary.enable()
-    sampling.enable()
-    engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
+    for subject in SUBJECTS:
+        subject.enable()
+    # Spawned, unless enable_single_process is set.
+    engine.run_scheduler_process = run_scheduler
+    engine.run_detokenizer_process = run_detokenizer
 
 
 def longest(runner: settings.ModelRunner) -> int:
@@ -150,6 +174,18 @@ def run_scheduler(*arguments: object) -> None:
 
     install()
     run_scheduler_process(*arguments)
+
+
+def run_detokenizer(*arguments: object) -> None:
+    """The process in which the host decodes answers: the host's own, with what it sends mended.
+
+    Args:
+      *arguments: of the host's `run_detokenizer_process`.
+    """
+    from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    detokenizer.enable()
+    run_detokenizer_process(*arguments)
 
 
 def choose_gated_delta_net(runner: settings.ModelRunner) -> None:

@@ -26,8 +26,24 @@ UNREAD = {
 }
 # Models that the host computes as Llama.
 LLAMAS = ("LlamaForCausalLM", "Phi3ForCausalLM", "InternLM3ForCausalLM")
+# Models that the host computes with one activation.
+QWENS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 # How the names of models begin whose windows the host computes.
 WITH_WINDOWS = ("Gemma2", "Gemma4", "MiMoV2")
+# Models of Ling without linear attention.
+LING = ("BailingMoeForCausalLM", "BailingMoEForCausalLM", "BailingMoeV2ForCausalLM")
+# Models whose rotary embeddings the host does not scale.
+UNSCALED = (
+    *LING,
+    "DFlash",
+    "Gemma2",
+    "Glm5",
+    "GlmMoeDsa",
+    "MiniMaxM2",
+    "QWen",
+    "Qwen2Moe",
+    "Qwen3",
+)
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
@@ -50,6 +66,8 @@ def check(runner: settings.ModelRunner) -> None:
             "fa, in whose place jattn is",
         )
         check_pages(problems, runner)
+        check_prefill(problems, runner)
+        check_adapters(problems, arguments)
         check_layers(problems, runner)
         check_unread(problems, runner.model_config)
         if arguments.speculative_algorithm:
@@ -101,6 +119,12 @@ def check_uses(arguments: settings.ServerArguments) -> None:
             "left out, for a model that the host serves without it: its stages run where jattn is "
             "not, and an Engine fails the requests",
         )
+        problems.require(
+            not arguments.enable_mixed_chunk,
+            "--enable-mixed-chunk",
+            "given",
+            "left out: the host loses running requests next to one with n over 1, and ends",
+        )
 
 
 def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None:
@@ -112,6 +136,29 @@ def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None
         "--page-size",
         str(runner.page_size),
         f"{'even' if packing == 2 else 'at least 2'} for a model with MLA",
+    )
+
+
+def check_prefill(problems: checks.Problems, runner: settings.ModelRunner) -> None:
+    """Note prompts that are prefilled at once, and do not fit what is compiled for them."""
+    arguments, length = runner.server_args, runner.model_config.context_len
+    chunk = arguments.chunked_prefill_size
+    problems.require(
+        (chunk is not None and chunk > 0) or arguments.max_prefill_tokens >= length,
+        "--max-prefill-tokens",
+        str(arguments.max_prefill_tokens),
+        f"at least {length}, the longest prompt, with --chunked-prefill-size {chunk}",
+    )
+
+
+def check_adapters(problems: checks.Problems, arguments: settings.ServerArguments) -> None:
+    """Note a limit of adapters that the host passes: it counts none as one of them."""
+    count = len(arguments.lora_paths or ())
+    problems.require(
+        not arguments.enable_lora or count < arguments.max_loras_per_batch,
+        "--max-loras-per-batch",
+        str(arguments.max_loras_per_batch),
+        f"at least {count + 1}, one more than --lora-paths: the host ends with as many",
     )
 
 
@@ -152,6 +199,25 @@ def check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None
         "mlp_bias",
         "one without: the host leaves those biases out",
     )
+    act = getattr(text, "hidden_act", None) or "silu"
+    require(
+        act in ("silu", "swish") or not (is_llama or any(name in QWENS for name in names)),
+        f"hidden_act={act}",
+        "one with silu: the host computes no other",
+    )
+    for name in ("use_qkv_bias", "use_bias"):
+        require(
+            not (any(one in LING for one in names) and getattr(text, name, False)),
+            name,
+            "one without: the host leaves those biases out",
+        )
+    quantized = getattr(model.hf_config, "quantization_config", None)
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    require(
+        not quantized or model.quantization_config is not None,
+        f"weights quantized by {method}",
+        "one that is not: the host reads them as if they were not",
+    )
     part = getattr(text, "partial_rotary_factor", None) or 1
     require(
         not is_llama or part == 1,
@@ -159,9 +225,20 @@ def check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None
         "one without: the host rotates whole heads",
     )
     scaling = getattr(text, "rope_scaling", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    require(
+        kind == "default" or not any(name.startswith(UNSCALED) for name in names),
+        f"rope_scaling of rope_type {kind}",
+        "one without: the host does not scale its rotary embeddings",
+    )
     require(
         scaling.get("attention_factor") is None,
         f"attention_factor={scaling.get('attention_factor')} of rope_scaling",
+        "one without: the host does not read it",
+    )
+    require(
+        scaling.get("truncate", True),
+        "truncate=False of rope_scaling",
         "one without: the host does not read it",
     )
     parameters = getattr(text, "rope_parameters", None) or {}

@@ -1,17 +1,25 @@
 """Requests that sglang-jax would end its scheduler with, or answer as if a field were not there.
 
 They are refused where the host makes its own request of one, in the server's process: that one
-gets an error (HTTP 400), and the engine lives on.
+gets an error (HTTP 400), and the engine lives on. `values` has what is wrong of itself.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from jattn import checks
-from jattn.integrations.sglang_jax import settings
+from jattn.integrations.sglang_jax import settings, values
 
+# Methods of the host's `TokenizerManager`, which send its scheduler what ends it.
+UNSERVED = (
+    "open_session",
+    "close_session",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+)
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
@@ -26,6 +34,7 @@ def enable() -> None:
     from sgl_jax.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+    from sgl_jax.srt.managers.io_struct import GenerateReqInput
     from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 
     make = TokenizerManager._create_tokenized_object
@@ -33,9 +42,32 @@ def enable() -> None:
     @functools.wraps(make)
     def make_and_check(manager: Any, *given: Any, **options: Any) -> Any:
         made = make(manager, *given, **options)
-        vocabulary, adapter = manager.model_config.vocab_size, getattr(given[0], "lora_path", None)
+        values.check(made, given[0], manager)
+        vocabulary, adapter = manager.model_config.vocab_size, given[0].lora_path
         check(made, manager.server_args, vocabulary, adapter)
+        mend(made.sampling_params, manager.model_config.hf_eos_token_id)
         return made
+
+    send = TokenizerManager._send_one_request
+
+    @functools.wraps(send)
+    def check_and_send(manager: Any, given: Any, made: Any, *more: Any, **options: Any) -> Any:
+        with checks.checking("jattn.integrations.sglang_jax") as problems:
+            problems.require(
+                made.rid not in manager.rid_to_state,
+                "rid",
+                str(made.rid),
+                "that of no request that is being answered: the host would mix the two",
+            )
+        return send(manager, given, made, *more, **options)
+
+    pick = GenerateReqInput.__getitem__
+
+    @functools.wraps(pick)
+    def pick_with_key(batch: Any, index: int) -> Any:
+        one, key = pick(batch, index), batch.extra_key
+        one.extra_key = key[index] if isinstance(key, list) else key  # the host leaves it out
+        return one
 
     validate = OpenAIServingBase._validate_request
 
@@ -45,19 +77,54 @@ def enable() -> None:
             return "return_hidden_states: true, but must be left out: the host returns none"
         if getattr(request, "suffix", None):
             return "suffix: given, but must be left out: the host ignores it"
+        if getattr(request, "session_params", None):
+            return "session_params: given, but must be left out: the host ignores it"
         best_of = getattr(request, "best_of", None)
         if best_of is not None and best_of != request.n:
             wanted = f"n ({request.n}), or left out: the host ignores it"
             return f"best_of: {best_of}, but must be {wanted}"
         if hasattr(request, "messages") and getattr(request, "lora_path", None):
             return "lora_path: given, but must be left out of a chat: the host ignores it there"
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(request, name, None) == 0:
+                return f"{name}: 0, but must be at least 1: the host takes it for no limit"
         found: str | None = validate(serving, request)
         return found
 
     TokenizerManager._create_tokenized_object = make_and_check
+    TokenizerManager._send_one_request = check_and_send
+    GenerateReqInput.__getitem__ = pick_with_key
+    for name in UNSERVED:
+        setattr(TokenizerManager, name, _refused(name))
     OpenAIServingBase._validate_request = validate_and_check
     for serving in (OpenAIServingChat, OpenAIServingCompletion):
         serving._build_sampling_params = _with_seed(serving._build_sampling_params)
+
+
+def _refused(name: str) -> Any:
+    """A method that refuses all calls."""
+
+    async def refuse(*given: object, **options: object) -> None:
+        del given, options
+        raise ValueError(
+            f"/{name}: called, but must not be: the host's scheduler has none, and ends"
+        )
+
+    return refuse
+
+
+def mend(params: settings.SamplingParams, ends: Iterable[int] | None) -> None:
+    """Set what the host's scheduler reads otherwise than its documentation says.
+
+    Args:
+      params: of a request.
+      ends: tokens that end an answer of the model.
+    """
+    if params.top_k == 1:
+        params.temperature = 1.0  # log-probabilities are divided by it next to sampled requests
+    if params.min_new_tokens > 0 and not params.ignore_eos:
+        # Of the tokens that end an answer, the host holds back the tokenizer's and these.
+        params.stop_token_ids = {*(params.stop_token_ids or ()), *(ends or ())}
 
 
 def _with_seed(build: Any) -> Any:

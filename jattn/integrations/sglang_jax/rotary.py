@@ -1,29 +1,38 @@
-"""Rotary embeddings of configurations that transformers 5 has written, which sglang-jax misreads.
+"""Rotary embeddings that sglang-jax misreads, or does not scale.
 
-Version 5 has one dictionary `rope_parameters`. The host has version 4, and its models read
+Transformers 5 writes one dictionary `rope_parameters`. The host has version 4, and its models read
 `rope_theta`, `rope_scaling` and `partial_rotary_factor`: without them they take a base of their
 own, and no scaling.
+
+The scaling of Llama 3.1 is in a method that the host does not call:
+
+    turns = original * frequency / (2 pi),  s = clip((turns - low) / (high - low), 0, 1)
+    frequency = (s + (1 - s) / factor) * frequency
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 COUNTS_NUMBERS = ("minimax_m2",)  # models that read `rotary_dim`, of a head
 SEPARATE = ("rope_theta", "partial_rotary_factor")  # fields of their own in version 4
 
 
 def enable() -> None:
-    """Have the host read each model's configuration with the fields of version 4.
+    """Have the host read configurations with the fields of version 4, and scale as Llama 3.1 does.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
     """
     from sgl_jax.srt.configs import model_config
+    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding
 
-    get = model_config.get_config
+    get, make = model_config.get_config, Llama3RotaryEmbedding.__init__
 
     @functools.wraps(get)
     def get_and_separate(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +42,38 @@ def enable() -> None:
             separate(config.text_config, {})
         return config
 
+    @functools.wraps(make)
+    def make_and_scale(embedding: Any, *args: Any, **kwargs: Any) -> None:
+        make(embedding, *args, **kwargs)
+        embedding._inv_freq_np = scaled(
+            embedding._inv_freq_np,
+            embedding.scaling_factor,
+            embedding.low_freq_factor,
+            embedding.high_freq_factor,
+            embedding.orig_max_position,
+        )
+
     model_config.get_config = get_and_separate
+    Llama3RotaryEmbedding.__init__ = make_and_scale
+
+
+def scaled(
+    frequencies: np.ndarray, factor: float, low: float, high: float, original: int
+) -> np.ndarray:
+    """Frequencies as Llama 3.1 has them: those that turn seldom in `original` tokens are divided.
+
+    Args:
+      frequencies: in radians per token.
+      factor: to divide by.
+      low, high: turns up to which the whole factor is taken, and from which on none.
+      original: tokens that the model was first trained on.
+    """
+    turns = original * frequencies / (2 * math.pi)
+    if low == high:
+        share = (turns > low).astype(frequencies.dtype)
+    else:
+        share = np.clip((turns - low) / (high - low), 0, 1)
+    return (share + (1 - share) / factor) * frequencies
 
 
 def separate(config: object, given: Mapping[str, object]) -> None:
