@@ -1,4 +1,7 @@
-"""The settings of sglang-jax that jattn cannot serve, refused as the engine starts."""
+"""The settings of sglang-jax that jattn cannot serve, refused as the engine starts.
+
+`unread` has those of a model's configuration that the host does not read.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import checks
-from jattn.integrations.sglang_jax import settings
+from jattn.integrations.sglang_jax import settings, unread
 
 FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
@@ -19,31 +22,6 @@ TREES, FAILING = ("EAGLE", "STANDALONE"), "NEXTN"
 PREFIX_WINDOW = "SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW"
 # Whether drafts of EAGLE3 are made and verified by XLA, or by kernels for TPUs.
 RECURRENT = "SGL_JAX_DISABLE_FUSED_EAGLE3_RECURRENT_DRAFT"
-# Fields of a model's configuration that the host does not read, and what they are of.
-UNREAD = {
-    "num_kv_shared_layers": "layers that share keys and values",
-    "hidden_size_per_layer_input": "embeddings per layer",
-}
-# Models that the host computes as Llama.
-LLAMAS = ("LlamaForCausalLM", "Phi3ForCausalLM", "InternLM3ForCausalLM")
-# Models that the host computes with one activation.
-QWENS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-# How the names of models begin whose windows the host computes.
-WITH_WINDOWS = ("Gemma2", "Gemma4", "MiMoV2")
-# Models of Ling without linear attention.
-LING = ("BailingMoeForCausalLM", "BailingMoEForCausalLM", "BailingMoeV2ForCausalLM")
-# Models whose rotary embeddings the host does not scale.
-UNSCALED = (
-    *LING,
-    "DFlash",
-    "Gemma2",
-    "Glm5",
-    "GlmMoeDsa",
-    "MiniMaxM2",
-    "QWen",
-    "Qwen2Moe",
-    "Qwen3",
-)
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
@@ -68,8 +46,7 @@ def check(runner: settings.ModelRunner) -> None:
         check_pages(problems, runner)
         check_prefill(problems, runner)
         check_adapters(problems, arguments)
-        check_layers(problems, runner)
-        check_unread(problems, runner.model_config)
+        unread.check(problems, runner.model_config)
         if arguments.speculative_algorithm:
             check_drafts(problems, runner)
         if jax.default_backend() != "tpu":
@@ -159,100 +136,6 @@ def check_adapters(problems: checks.Problems, arguments: settings.ServerArgument
         "--max-loras-per-batch",
         str(arguments.max_loras_per_batch),
         f"at least {count + 1}, one more than --lora-paths: the host ends with as many",
-    )
-
-
-def check_layers(problems: checks.Problems, runner: settings.ModelRunner) -> None:
-    """Note layers of Gemma 4 that the host's model of it leaves out."""
-    for name, what in UNREAD.items():
-        count = getattr(runner.model_config.hf_text_config, name, None) or 0
-        problems.require(
-            count == 0,
-            "--model-path",
-            f"a model with {name}={count}",
-            f"one without (Gemma 4 26B and 31B): the host computes none of its {what}",
-        )
-
-
-def check_unread(problems: checks.Problems, model: settings.ModelConfig) -> None:
-    """Note what a model's configuration asks for and the host's model does not do."""
-    text = model.hf_text_config
-    names: list[str] = getattr(model.hf_config, "architectures", None) or []
-
-    def require(ok: bool, what: str, wanted: str) -> None:
-        problems.require(ok, "--model-path", f"a model of {', '.join(names)} with {what}", wanted)
-
-    window = getattr(text, "sliding_window", None) or 0
-    problems.require(
-        window <= 0
-        or not getattr(text, "use_sliding_window", True)
-        or not names
-        or model.context_len <= window
-        or any(name.startswith(WITH_WINDOWS) for name in names),
-        "--context-length",
-        str(model.context_len),
-        f"at most {window}, the sliding window of {', '.join(names)}, which the host does not have",
-    )
-    is_llama = any(name in LLAMAS for name in names)
-    require(
-        not (is_llama and getattr(text, "mlp_bias", False)),
-        "mlp_bias",
-        "one without: the host leaves those biases out",
-    )
-    act = getattr(text, "hidden_act", None) or "silu"
-    require(
-        act in ("silu", "swish") or not (is_llama or any(name in QWENS for name in names)),
-        f"hidden_act={act}",
-        "one with silu: the host computes no other",
-    )
-    for name in ("use_qkv_bias", "use_bias"):
-        require(
-            not (any(one in LING for one in names) and getattr(text, name, False)),
-            name,
-            "one without: the host leaves those biases out",
-        )
-    quantized = getattr(model.hf_config, "quantization_config", None)
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    require(
-        not quantized or model.quantization_config is not None,
-        f"weights quantized by {method}",
-        "one that is not: the host reads them as if they were not",
-    )
-    part = getattr(text, "partial_rotary_factor", None) or 1
-    require(
-        not is_llama or part == 1,
-        f"partial_rotary_factor={part}",
-        "one without: the host rotates whole heads",
-    )
-    scaling = getattr(text, "rope_scaling", None) or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    require(
-        kind == "default" or not any(name.startswith(UNSCALED) for name in names),
-        f"rope_scaling of rope_type {kind}",
-        "one without: the host does not scale its rotary embeddings",
-    )
-    require(
-        scaling.get("attention_factor") is None,
-        f"attention_factor={scaling.get('attention_factor')} of rope_scaling",
-        "one without: the host does not read it",
-    )
-    require(
-        scaling.get("truncate", True),
-        "truncate=False of rope_scaling",
-        "one without: the host does not read it",
-    )
-    parameters = getattr(text, "rope_parameters", None) or {}
-    require(
-        not any(isinstance(part, dict) for part in parameters.values())
-        or any(name.startswith("Gemma4") for name in names),
-        "rope_parameters of several kinds of layers",
-        "one with a config.json of transformers 4 (rope_theta): the host reads such parameters for "
-        "Gemma 4 only",
-    )
-    require(
-        "DeepseekV2ForCausalLM" not in names or hasattr(text, "scoring_func"),
-        "no scoring_func",
-        'one with "scoring_func": "softmax" in its config.json: the host takes sigmoid',
     )
 
 
