@@ -20,6 +20,7 @@ import urllib.request
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support import numpy_hybrid, numpy_model, processes
 from tests.support.sglang_host import COUNT, generate, judged, prompts, run, server, start
@@ -130,6 +131,23 @@ def test_pools_that_would_never_have_room_are_refused(gemma2):
             process.kill()
     assert "RESULT" not in out
     assert "--max-total-tokens (--mem-fraction-static): room for " in errors
+
+
+def test_checkpoints_without_a_weight_are_refused(tmp_path):
+    """The host starts with a warning, and ends with the first request."""
+    numpy_model.make(tmp_path, numpy_model.LLAMA)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkv"]
+    for name in names:
+        weights.pop(name)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with start(str(tmp_path), page_size=16) as process:
+        try:
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "RESULT" not in out
+    assert "a checkpoint without model.layers.0.self_attn.q_proj.weight, " in errors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -129,6 +129,23 @@ def test_parts_of_answers_have_logprobs_once(letters, address):
         check_logprobs(letters, prompts()[1], fields, parts[-1])
 
 
+def test_several_answers_have_logprobs_each(letters, address):
+    """The host first asks for an answer of no tokens, to have the prompt in its cache."""
+    fields = KINDS[1]
+    status, answers = ask(address, n=2, **fields)
+    assert (status, len(answers)) == (200, 2), answers
+    for answer in answers:
+        check_logprobs(letters, prompts()[0], fields, answer)
+
+
+def test_an_answer_ends_with_a_token_that_its_request_has_named(letters, address):
+    token = letters.tokens[0][4]
+    fields = {"ignore_eos": True, "stop_token_ids": [token], "no_stop_trim": True}
+    answer = ask(address, **fields)[1]
+    assert answer["output_ids"] == letters.tokens[0][: letters.tokens[0].index(token) + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+
+
 def test_openais_clients_get_logprobs(address):
     body = {"model": "x", "prompt": prompts()[1], "max_tokens": 4, "temperature": 0}
     for count in (0, 2):

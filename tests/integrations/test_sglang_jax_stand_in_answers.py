@@ -351,6 +351,25 @@ def test_adapters_of_which_a_part_is_left_out_are_refused(host, name):
         host.lora.LoRAConfig({**plain, name: ADAPTERS[name]})
 
 
+def test_sizes_of_batches_are_whole_on_each_device(host):
+    sglang_jax.install()
+    make = host.compilation.CompilationManager
+    assert make(3, 9)._compute_bs_buckets(None) == [9]
+    assert make(2, 10)._compute_bs_buckets([3, 4, 7]) == [4, 10]
+    assert make(1, 10)._compute_bs_buckets(None) == [1, 2, 4, 8, 10]
+
+
+def test_checkpoints_without_a_weight_of_a_layer_are_refused(host):
+    """Others may be of no use to the model, as those of a layer that it has not."""
+    sglang_jax.install()
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
+    load = host.weights.WeightLoader().load_weights_from_safetensors
+    load([*names, "lm_head.weight", "model.layers.0.self_attn.q_proj.bias"], names[:2])
+    message = r"--model-path: a checkpoint without model.layers.1.self_attn.q_proj.weight \(1 such"
+    with pytest.raises(ValueError, match=message):
+        load(names, names[:1])
+
+
 WINDOWS = {  # of a runner, whose windows need 64 tokens and chunks as many; whether it has room
     "enough": ({"swa_max_total_num_tokens": 144}, True),
     "one page too few": ({"swa_max_total_num_tokens": 128}, False),

@@ -299,6 +299,8 @@ def host(monkeypatch):
     found.tp_worker = answers["sgl_jax.srt.managers.tp_worker"]
     found.lora = answers["sgl_jax.srt.lora.lora_config"]
     found.sampling_info = answers["sgl_jax.srt.sampling.sampling_batch_info"]
+    found.compilation = answers["sgl_jax.srt.model_executor.compilation_manager"]
+    found.weights = answers["sgl_jax.srt.utils.weight_utils"]
     found.embeddings = answers["sgl_jax.srt.layers.embeddings"]
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version

@@ -1,8 +1,9 @@
 """How many requests and tokens an engine of sglang-jax has room for.
 
-The host compiles for as many requests as a chunk of prompts has tokens, and ends with more. It
-takes a request in once the pages of layers with windows have room for a window twice over, and for
-each chunk of its prompt; where they never have, no request is answered.
+The host compiles for as many requests as a chunk of prompts has tokens, and ends with more. Of the
+sizes of batches that it compiles for, each device has a part, whole or not. It takes a request in
+once the pages of layers with windows have room for a window twice over, and for each chunk of its
+prompt; where they never have, no request is answered.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ def enable() -> None:
       ImportError: sglang-jax is not installed, or is another version.
     """
     from sgl_jax.srt.managers.tp_worker import ModelWorker
+    from sgl_jax.srt.model_executor.compilation_manager import CompilationManager
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     pad, divide = ModelWorker.get_max_padded_size, ModelRunner.set_num_token_hybrid
+    choose = CompilationManager._compute_bs_buckets
 
     @functools.wraps(pad)
     def pad_and_lower(worker: Any) -> tuple[int, int]:
@@ -44,6 +47,11 @@ def enable() -> None:
         if runner.is_hybrid and not runner.is_draft_worker:
             _check_windows(runner)
 
+    @functools.wraps(choose)
+    def choose_whole(manager: Any, paddings: list[int] | None) -> list[int]:
+        return [size for size in choose(manager, paddings) if size % manager.dp_size == 0]
+
+    CompilationManager._compute_bs_buckets = choose_whole
     ModelWorker.get_max_padded_size = pad_and_lower
     ModelRunner.set_num_token_hybrid = divide_and_check
 

@@ -94,7 +94,9 @@ def _sent_once(handle: Any, without_special: Any) -> Any:
         for rid, skips in zip(received.rids, received.skip_special_tokens, strict=True):
             status = manager.decode_status.get(rid)
             waiting = status.decode_ids[status.read_offset :] if status else []
-            again.append(len(without_special(waiting, skips, manager.tokenizer.all_special_ids)))
+            if waiting:
+                waiting = without_special(waiting, skips, manager.tokenizer.all_special_ids)
+            again.append(len(waiting))
         sent = handle(manager, received)
         sent.output_ids = [
             tokens[count:] for tokens, count in zip(sent.output_ids, again, strict=True)
