@@ -33,6 +33,7 @@ def started(host):
                 "runner.input_batch",
                 "runner.persistent_batch_manager",
                 "runner.structured_decoding_manager",
+                "runner.tpu_runner",
             )
         }
     )
@@ -65,6 +66,49 @@ def test_a_request_that_returns_has_said_what_vllm_says(started, name):
     )
     step = SimpleNamespace(scheduled_cached_reqs=cached)
     assert manager.update_states(step, None) == {"a": want}
+
+
+STEPS = {  # tokens computed, scheduled and there, of two requests; and what the step is
+    "that decodes": ([7, 9], [1, 1], [8, 10], {}, [2, 2, 2]),
+    "with the last token of a prompt": ([7, 0], [1, 1], [8, 1], {}, [2, 2, 2]),
+    "with one token of a prompt": ([7, 3], [1, 1], [8, 40], {}, [0, 0, 2]),
+    "with a prompt's log-probabilities": ([7, 0], [1, 1], [8, 1], {"b": 1}, [0, 0, 2]),
+    "with a chunk of a prompt": ([7, 3], [1, 8], [8, 40], {}, "mixed"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_several_tokens_are_decoded_after_the_prompts(started, name):
+    computed, scheduled, known, asking, want = STEPS[name]
+    batch = SimpleNamespace(
+        num_reqs=2,
+        req_ids=["a", "b", "of a request that left"],
+        num_computed_tokens_cpu=np.array([*computed, 0]),
+        num_tokens=np.array([*known, 99]),
+        num_prompt_logprobs=asking,
+        request_distribution="mixed",
+    )
+    manager = started.persistent_batch_manager.PersistentBatchManager({}, batch)
+    step = SimpleNamespace(num_scheduled_tokens=dict(zip("ab", scheduled, strict=True)))
+    assert manager._reorder_batch(step) == "swaps"
+    assert batch.request_distribution == want
+
+
+def test_a_token_that_vllm_dropped_is_dropped(started):
+    """That of a request which is preempted and resumed in one step; another's is kept."""
+    runner = started.tpu_runner.TPUModelRunner(None)
+    a, b = (stand_in_host.Request(name, [1, 2, 3]) for name in "ab")
+    resumed = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a", "c"}))
+    assert runner._execute_model(resumed, "hidden states") == "hidden states"
+    runner._pre_async_results = SimpleNamespace(
+        request_seq_lens=[(0, a, 4), (1, b, 4)], placeholder_req_id_to_index={"a": 0, "b": 1}
+    )
+    goes_on = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()))
+    runner._execute_model(goes_on)
+    assert len(runner._pre_async_results.request_seq_lens) == 2
+    runner._execute_model(resumed)
+    assert runner._pre_async_results.request_seq_lens == [(1, b, 4)]
+    assert runner._pre_async_results.placeholder_req_id_to_index == {"b": 1}
 
 
 @pytest.mark.parametrize(
@@ -105,3 +149,24 @@ def test_drafts_are_kept_as_often_as_their_tokens_are_sampled(started):
     find = jax.jit(started.rejection_sampler._compute_probs)
     want = [[-1, 1, -1], [1, -1, -1], [-1, 0.2, 0.8], [0.5, 0.4, 0.1]]
     np.testing.assert_allclose(find(logits, counts, sampling), want, rtol=1e-5)
+
+
+def test_a_prompt_is_pooled_when_all_of_it_was_computed(started):
+    """Of three requests: a whole prompt, the first chunk of one, and the last of another."""
+    plain = stand_in_host.config().model_config
+    runner = started.tpu_runner.TPUModelRunner(plain, is_pooling_model=True)
+    runner.load_model()
+    runner.input_batch = SimpleNamespace(
+        num_reqs=3,
+        num_computed_tokens_cpu=np.array([0, 0, 32, 99]),
+        num_prompt_tokens=np.array([5, 40, 40, 99]),
+    )
+    found = runner.pooler_fn([1, 2, 3], None, "whatever memory has", np.array([5, 32, 8]))
+    assert found == ["of 1", None, "of 3"]
+    assert runner.pooled == ([5, 32, 40], [5, 32, 8])
+
+
+def test_a_model_that_answers_is_loaded_as_it_was(started):
+    runner = started.tpu_runner.TPUModelRunner(stand_in_host.config().model_config)
+    runner.load_model()
+    assert runner.pooler_fn == runner.pool

@@ -314,7 +314,7 @@ def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
     here = SimpleNamespace(platform="cpu", process_index=0)
     shares = {}
     for stages in (1, 3):
-        host.start(pipeline_parallel_size=stages)
+        host.start(pipeline_parallel_size=stages, async_scheduling=False)
         shares[stages] = cpu._memory([here, here])
     assert shares == {1: [(0, 6 * GIB)] * 2, 3: [(0, 2 * GIB)] * 2}
     platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jattn.integrations import tpu_inference
@@ -94,6 +95,7 @@ class Sampling:
     stop_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
     structured_outputs: object | None = None
+    extra_args: dict[str, object] | None = None
 
 
 class ValidationError(Exception):
@@ -108,6 +110,12 @@ class Processor:
 
     def _validate_params(self, params, supported_tasks):
         return "a watermark"
+
+    def process_inputs(self, request_id, prompt, params, supported_tasks, resumable=False):
+        self._validate_params(params, supported_tasks)
+        kinds = prompt.get("multi_modal_data", ())
+        features = [SimpleNamespace(modality=kind) for kind in kinds]
+        return SimpleNamespace(mm_features=features or None, resumable=resumable)
 
 
 class HostWorker:
@@ -243,11 +251,64 @@ class Batch:
 class BatchManager:
     """Its `PersistentBatchManager`."""
 
-    def __init__(self, requests):
-        self.requests = requests
+    def __init__(self, requests, input_batch=None):
+        self.requests, self.input_batch = requests, input_batch
 
     def update_states(self, scheduler_output, get_mrope_input_positions_fn):
         return {name: request.output_token_ids for name, request in self.requests.items()}
+
+    def _reorder_batch(self, scheduler_output):
+        batch = self.input_batch
+        if max(scheduler_output.num_scheduled_tokens.values()) == 1:
+            batch.request_distribution = [batch.num_reqs] * 3
+        return "swaps"
+
+
+class ModelRunner:
+    """Its `TPUModelRunner`, with a model that was loaded as a test says."""
+
+    def __init__(self, model_config, is_pooling_model=False, embed_multimodal_fn=None):
+        self.model_config, self.is_pooling_model = model_config, is_pooling_model
+        self.embed_multimodal_fn, self.is_multimodal_model = embed_multimodal_fn, False
+        self._pre_async_results = None
+
+    def load_model(self):
+        self.pooler_fn = self.pool
+
+    def pool(self, hidden_states, metadata, seq_lens, num_scheduled_tokens):
+        self.pooled = seq_lens.tolist(), num_scheduled_tokens.tolist()
+        return [f"of {row}" for row in hidden_states]
+
+    def _execute_model(self, scheduler_output, intermediate_tensors=None):
+        return intermediate_tensors
+
+    def _get_input_ids_embeds(self, input_ids, mm_embeds, is_mm_embed):
+        return (input_ids, None) if mm_embeds is None else (None, mm_embeds)
+
+
+class ImageModel:
+    """One of its JAX models of images, in which 9 is an image's token."""
+
+    def embed_input_ids(self, input_ids, multimodal_embeddings=None, *, is_multimodal=None):
+        text = jnp.stack([input_ids, -input_ids], axis=1).astype(jnp.float32)
+        if multimodal_embeddings is None:
+            return text
+        rows = jnp.cumsum(input_ids == 9) - 1
+        return jnp.where((input_ids == 9)[:, None], multimodal_embeddings[rows], text)
+
+    def get_mrope_input_positions(self, input_tokens, mm_features):
+        raise IndexError
+
+
+class VllmImageModel:
+    """vLLM's model of images."""
+
+    def iter_mm_grid_thw(self, mm_features):
+        yield from (self.config, *mm_features)
+
+    def get_mrope_input_positions(self, input_tokens, mm_features):
+        found = [*self.iter_mm_grid_thw(mm_features), *input_tokens]
+        return SimpleNamespace(numpy=lambda: np.array(found)), 7
 
 
 class MaskManager:
@@ -297,6 +358,7 @@ class Host:
 
 
 Modules = dict[str, dict[str, object]]  # what each module that has no modules below it defines
+IMAGES, GEMMA = "Qwen2_5_VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
 COMMON = "tpu_inference.layers.common"
 TORCH = "tpu_inference.layers.vllm"
 GMM = "tokamax._src.ops.experimental.gmm_v2.gmm_v2"
@@ -305,7 +367,7 @@ GMM = "tokamax._src.ops.experimental.gmm_v2.gmm_v2"
 def serving_modules(host: Host) -> Modules:
     """Modules of tpu-inference that start and configure it."""
     return {
-        "tpu_inference.envs": {"JAX_PLATFORMS": "cpu"},
+        "tpu_inference.envs": {"JAX_PLATFORMS": "cpu", "MODEL_IMPL_TYPE": "auto"},
         "tpu_inference.tpu_info": {"get_num_chips": lambda: host.chips},
         "tpu_inference.utils": {
             "make_optimized_mesh": None,
@@ -333,6 +395,11 @@ def serving_modules(host: Host) -> Modules:
         "tpu_inference.runner.structured_decoding_manager": {
             "StructuredDecodingManager": type("StructuredDecodingManager", (MaskManager,), {}),
         },
+        "tpu_inference.runner.tpu_runner": {
+            "TPUModelRunner": type("TPUModelRunner", (ModelRunner,), {}),
+        },
+        "tpu_inference.models.jax.qwen2_5_vl": {IMAGES: type(IMAGES, (ImageModel,), {})},
+        "tpu_inference.models.jax.gemma4_mm": {GEMMA: type(GEMMA, (ImageModel,), {})},
         "tpu_inference.distributed.utils": {},
         "tpu_inference.spec_decode.jax.dflash": {
             "DFlashProposer": type("DFlashProposer", (DFlashProposer,), {}),
@@ -396,6 +463,8 @@ def vllm_modules(host: Host) -> Modules:
         "vllm.model_executor.layers.fused_moe.runner.moe_runner": {
             "MoERunner": type("MoERunner", (Runner,), {}),
         },
+        "vllm.model_executor.models.qwen2_5_vl": {IMAGES: VllmImageModel},
+        "vllm.v1.core.sched.output": {"strip_covered_mm_data": lambda features, covered: []},
         "vllm.v1.attention.ops.vit_attn_wrappers": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
         "vllm.exceptions": {"VLLMValidationError": ValidationError},
@@ -441,6 +510,7 @@ def config(**changes: object) -> SimpleNamespace:
         "expert_size": 1,
         "kv_cache_dtype_skip_layers": [],
         "is_hybrid": False,
+        "is_attention_free": False,
         "is_multimodal_model": False,
         "supports_multimodal_inputs": False,
         "is_mm_prefix_lm": False,
@@ -460,6 +530,9 @@ def config(**changes: object) -> SimpleNamespace:
         "model": "organization/name",
         "revision": None,
         "convert_type": "none",
+        "runner_type": "generate",
+        "multimodal_config": None,
+        "load_format": "auto",
         "sliding_window": None,
         **changes,
     }
@@ -472,9 +545,12 @@ def config(**changes: object) -> SimpleNamespace:
         get_sliding_window=lambda: values["sliding_window"],
     )
     found.hf_config = found.hf_text_config = found
-    parts = ("model", "parallel", "cache", "scheduler", "sharding")
+    parts = ("model", "parallel", "cache", "scheduler", "sharding", "load")
     names = [f"{part}_config" for part in parts]
-    optional = ("speculative_config", "lora_config", "quant_config", "watermark_config")
+    optional = (
+        *("speculative_config", "lora_config", "quant_config", "watermark_config"),
+        *("ec_transfer_config", "weight_transfer_config", "kv_transfer_config"),
+    )
     given = {name: changes.get(name) for name in optional}
     given["backend"] = SimpleNamespace(name="JATTN")
     given["use_v2_model_runner"] = changes.get("use_v2_model_runner", False)

@@ -16,6 +16,8 @@ SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
+# Prompts without an image that have its tokens: its start and its own, and its start at the end.
+LOOKALIKES = ([5, 93, 6, 90, 93, 7], [8, 94, 9, 93], [10, 90])
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -49,9 +51,10 @@ def _images() -> list[Any]:
 
 
 def judge(folder: str) -> dict[str, Any]:
-    """Save a random Qwen2.5-VL with its processor, and continue `PROMPT` in float64.
+    """Save a random Qwen2.5-VL with its processor, and continue prompts in float64.
 
-    Returns: `tokens` and `logprobs`, a list per image.
+    Returns: `tokens` and `logprobs`, a list for each of `LOOKALIKES`, and then for `PROMPT` with
+      each image.
     """
     import tokenizers
     import torch
@@ -66,10 +69,11 @@ def judge(folder: str) -> dict[str, Any]:
         tokenizer_object=numbers, unk_token="0", eos_token="2", pad_token="0"
     )
     tokenizer.image_token, tokenizer.video_token = SPECIAL[3:]
+    pixels = {"min_pixels": 56**2, "max_pixels": 112**2}
     processor = transformers.Qwen2_5_VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56**2, max_pixels=112**2),
+        image_processor=transformers.Qwen2VLImageProcessor(**pixels),
         tokenizer=tokenizer,
-        video_processor=transformers.Qwen2VLVideoProcessor(),
+        video_processor=transformers.Qwen2VLVideoProcessor(**pixels),
     )
     processor.save_pretrained(folder)
     config = transformers.Qwen2_5_VLConfig(
@@ -92,9 +96,12 @@ def judge(folder: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     model = model.double()
     found: dict[str, Any] = {"tokens": [], "logprobs": []}
+    asked = [{"input_ids": torch.tensor([tokens])} for tokens in LOOKALIKES]
     for image in _images():
         given = processor(text=[PROMPT], images=[image], return_tensors="pt")
         given["pixel_values"] = given["pixel_values"].double()
+        asked.append(given)
+    for given in asked:
         answer = model.generate(
             **given,
             max_new_tokens=COUNT,
@@ -109,9 +116,10 @@ def judge(folder: str) -> dict[str, Any]:
 
 
 def generate(folder: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Continue `PROMPT` with vLLM's own engine in this process.
+    """Continue the prompts of `judge` with vLLM's own engine in this process, all at once.
 
-    Returns: as `judge`; or `error`, what the engine raised as it started.
+    Returns: as `judge`, and `video`, what the engine says of a video instead of an image; or
+      `error`, what it raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -123,9 +131,21 @@ def generate(folder: str, engine: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, logprobs=1
     )
-    given = [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in _images()]
+    given: list[Any] = [{"prompt_token_ids": tokens} for tokens in LOOKALIKES]
+    given += [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in _images()]
     answers = [request.outputs[0] for request in llm.generate(given, sampling, use_tqdm=False)]
+    frames = np.zeros((4, 56, 56, 3), np.uint8), {"fps": 2.0, "total_num_frames": 4, "duration": 2}
+    moving = {
+        "prompt": PROMPT.replace("image", "video"),
+        "multi_modal_data": {"video": frames},
+    }
+    said = ""
+    try:
+        llm.generate([moving], sampling, use_tqdm=False)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
     return {
+        "video": said,
         "tokens": [list(answer.token_ids) for answer in answers],
         "logprobs": [
             [

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+
+class MultiModalConfig(Protocol):
+    """`vllm.config.MultiModalConfig`."""
+
+    enable_mm_embeds: bool
 
 
 class ModelConfig(Protocol):
     """`vllm.config.ModelConfig`."""
 
+    runner_type: str  # "generate", "pooling" or "draft"
     use_mla: bool
+    is_attention_free: bool
     is_hybrid: bool  # with layers that keep recurrent states
     is_multimodal_model: bool
     supports_multimodal_inputs: bool  # and is given any
     is_mm_prefix_lm: bool  # whether tokens of an image see each other
+    multimodal_config: MultiModalConfig | None
     enable_prompt_embeds: bool
     logprobs_mode: str
     max_logprobs: int
@@ -89,6 +98,19 @@ class SpeculativeConfig(Protocol):
     draft_model_config: ModelConfig | None  # of methods that draft with a model
 
 
+class KVTransferConfig(Protocol):
+    """`vllm.config.KVTransferConfig`."""
+
+    kv_connector: str | None
+    is_kv_producer: bool
+
+
+class LoadConfig(Protocol):
+    """`vllm.config.LoadConfig`."""
+
+    load_format: str
+
+
 class VllmConfig(Protocol):
     """`vllm.config.VllmConfig`."""
 
@@ -97,11 +119,15 @@ class VllmConfig(Protocol):
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     sharding_config: ShardingConfig
+    load_config: LoadConfig
+    kv_transfer_config: KVTransferConfig | None
     additional_config: Mapping[str, object]
     speculative_config: SpeculativeConfig | None
     lora_config: LoRAConfig | None
     quant_config: object | None
     watermark_config: object | None
+    ec_transfer_config: object | None
+    weight_transfer_config: object | None
     use_v2_model_runner: bool
 
 
@@ -122,6 +148,20 @@ class SamplingParams(Protocol):
     stop_token_ids: Sequence[int] | None
     thinking_token_budget: int | None
     structured_outputs: object | None
+    extra_args: Mapping[str, Any] | None
+
+
+class Feature(Protocol):
+    """`vllm.multimodal.inputs.MultiModalFeatureSpec`."""
+
+    modality: str
+
+
+class EngineRequest(Protocol):
+    """`vllm.v1.engine.EngineCoreRequest`."""
+
+    mm_features: Sequence[Feature] | None
+    resumable: bool
 
 
 def is_off(setting: str) -> bool:
