@@ -91,6 +91,26 @@ REFUSED = {
         {"is_hybrid": True, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]},
         "--model: NemotronHForCausalLM, but must be one whose recurrent layers",
     ),
+    "recurrent layers alone": (
+        {"is_attention_free": True, "architectures": ["MambaForCausalLM"]},
+        "--model: MambaForCausalLM, but must be one with attention",
+    ),
+    "keys that are chosen": (
+        {"index_topk": 2048, "architectures": ["DeepseekV32ForCausalLM"]},
+        "--model: DeepseekV32ForCausalLM with index_topk, but must be one whose queries attend to",
+    ),
+    "embeddings alone": (
+        {"architectures": ["Gemma3nForConditionalGeneration"]},
+        "--model: Gemma3nForConditionalGeneration, but must be another one",
+    ),
+    "features of images that a model keeps": (
+        {
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+            "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+        },
+        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each: Ernie4_5_VL",
+    ),
     "windows after a prefix": (
         {"rswa_window": 128},
         "--model: Qwen3ForCausalLM with rswa_window=128, but must be one without",
@@ -183,6 +203,48 @@ REFUSED = {
         {"return_sampling_mask": True},
         "--return-sampling-mask: True, but must be left out",
     ),
+    "embeddings of images from elsewhere": (
+        {"ec_transfer_config": "a connector"},
+        "--ec-transfer-config: a connector, but must be left out",
+    ),
+    "weights from elsewhere": (
+        {"weight_transfer_config": "nccl"},
+        "--weight-transfer-config: nccl, but must be left out: the host changes no weights",
+    ),
+    "stages that are scheduled ahead": (
+        {"pipeline_parallel_size": 2},
+        "--async-scheduling: on, but must be off (--no-async-scheduling) with --pipeline-parallel",
+    ),
+    "embeddings that are scheduled ahead": (
+        {"runner_type": "pooling"},
+        "--async-scheduling: on, but must be off (--no-async-scheduling) with --runner pooling",
+    ),
+    "drafts in stages": (
+        {
+            "pipeline_parallel_size": 2,
+            "async_scheduling": False,
+            "speculative_config": SimpleNamespace(method="ngram"),
+        },
+        "--pipeline-parallel-size: 2, but must be 1 with --speculative-config",
+    ),
+    "images in stages": (
+        {
+            "pipeline_parallel_size": 2,
+            "async_scheduling": False,
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+        },
+        "--pipeline-parallel-size: 2, but must be 1 for a model of more than text, or given with",
+    ),
+    "embeddings of images": (
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+            "multimodal_config": SimpleNamespace(enable_mm_embeds=True),
+        },
+        "--enable-mm-embeds: given, but must be left out, or MODEL_IMPL_TYPE=vllm set",
+    ),
     "traces": ({"enable_trace_replay": True}, "--enable-trace-replay: True, but must be left out"),
 }
 
@@ -195,6 +257,22 @@ SERVED = {
     "several tokens a step": {
         "additional_config": {"enable_continue_decode": True},
         "async_scheduling": False,
+    },
+    "stages, of a model of images that is given none": {
+        "pipeline_parallel_size": 2,
+        "async_scheduling": False,
+        "is_multimodal_model": True,
+    },
+    "a model that would keep features of images": {
+        "is_multimodal_model": True,
+        "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+    },
+    "embeddings": {"runner_type": "pooling", "async_scheduling": False},
+    "images": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "is_multimodal_model": True,
+        "supports_multimodal_inputs": True,
+        "multimodal_config": SimpleNamespace(enable_mm_embeds=False),
     },
     "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
     "blocks that are no pages of latents": {"block_size": 48},
@@ -232,6 +310,10 @@ TORCH = {
     "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
     "any head size": {"head_size": 96},
     "adapters": {"lora_config": ADAPTERS},
+    "embeddings of images": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "multimodal_config": SimpleNamespace(enable_mm_embeds=True),
+    },
     "adapters with experts": {
         "lora_config": SimpleNamespace(target_modules=["q_proj"]),
         "experts": 8,
@@ -329,6 +411,15 @@ def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
     host.start()
     with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
         host.start(use_mla=True)
+
+
+def test_a_frontend_that_skips_the_checks_of_requests_is_refused(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND: 1, but must be 0: requests"):
+        host.start()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    host.start()
 
 
 def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=256, heads=2):

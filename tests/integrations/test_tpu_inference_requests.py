@@ -15,6 +15,9 @@ from tests.support import stand_in_host
 
 host = stand_in_host.host  # the fixture
 
+CONSUMER = SimpleNamespace(kv_connector="TPUConnector", is_kv_producer=False)
+PRODUCER = SimpleNamespace(kv_connector="TPUConnector", is_kv_producer=True)
+PULLED = {"uuid": 5, "remote_block_ids": [1], "remote_host": "10.0.0.1", "remote_port": 9100}
 DRAFTS = {"speculative_config": {"method": "ngram"}}
 REFUSED = {  # fields of a request, its engine's settings, and what the request is told
     "log-probabilities of drafts": (
@@ -55,16 +58,20 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
     "repetition": ({"repetition_penalty": 1.05}, {}, "repetition_penalty: 1.05, but must be 1 ("),
     "an answer of some length": (
         {"min_tokens": 3}, {},
-        "min_tokens: 3, but must be 0, or given with ignore_eos and without stop_token_ids",
+        "min_tokens: 3, but must be 0: the host lets a token that ends an answer come before",
     ),
-    "one that a token ends": (
-        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}, {},
+    "one of some length that no token ends": (
+        {"min_tokens": 3, "ignore_eos": True}, {},
         "min_tokens: 3, but must be 0",
     ),
     "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
     "a grammar, with drafts": (
         {"structured_outputs": "a choice"}, DRAFTS,
         "structured_outputs: given (or response_format, or a tool_choice), but must be left out",
+    ),
+    "a prompt read elsewhere, without saying where": (
+        {"extra_args": {"kv_transfer_params": {"uuid": 5}}}, {"kv_transfer_config": CONSUMER},
+        "kv_transfer_params: dict {'uuid': 5}, but must be those of the answer of a server",
     ),
     "a budget": (
         {"thinking_token_budget": 9}, {},
@@ -77,11 +84,23 @@ SERVED = {
     "those of the prompt, of all tokens": ({"prompt_logprobs": -1}, {}),
     "those of an answer, with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
     "what changes nothing": ({"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {}),
+    "a prompt read elsewhere": (
+        {"extra_args": {"kv_transfer_params": PULLED}}, {"kv_transfer_config": CONSUMER},
+    ),
+    "one that is read here": (
+        {"extra_args": {"kv_transfer_params": {}}}, {"kv_transfer_config": CONSUMER},
+    ),
+    "one to be read for another": (
+        {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}},
+        {"kv_transfer_config": PRODUCER},
+    ),
+    "what another connector reads": (
+        {"extra_args": {"kv_transfer_params": {"uuid": 5}}},
+        {"kv_transfer_config": SimpleNamespace(kv_connector="Another", is_kv_producer=False)},
+    ),
     "a grammar": ({"structured_outputs": "a choice"}, {}),
     "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),
-    "an answer that no token ends": (
-        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": []}, {},
-    ),
+    "an answer that no token ends": ({"ignore_eos": True}, {}),
 }  # fmt: skip
 
 
@@ -116,3 +135,36 @@ def test_requests_of_pooling_are_left_alone(host):
     tpu_inference.register()
     processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(None)
     assert processor._validate_params(SimpleNamespace(), ("embed",)) == "a watermark"
+
+
+def bring(kinds: tuple[str, ...], settings: dict, backend: str = "JATTN", **options: bool) -> None:
+    """Have vLLM read a request's inputs of some kinds."""
+    config = stand_in_host.config(**settings)
+    config.backend = SimpleNamespace(name=backend)
+    processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(config)
+    prompt = {"multi_modal_data": dict.fromkeys(kinds)}
+    processor.process_inputs("a", prompt, stand_in_host.Sampling(), ("generate",), **options)
+
+
+SEEING = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+
+
+def test_a_video_is_refused_where_a_jax_model_would_not_see_it(host, monkeypatch):
+    tpu_inference.register()
+    bring(("image",), SEEING)
+    message = "multi_modal_data: audio and video, but must be of images, or MODEL_IMPL_TYPE=vllm"
+    with pytest.raises(stand_in_host.ValidationError, match=message):
+        bring(("image", "video", "audio"), SEEING)
+    bring(("video",), SEEING, "FLASH_ATTN")
+    bring(("video",), {"architectures": ["Qwen3VLForConditionalGeneration"]})
+    bring(("video",), {**SEEING, "load_format": "runai_streamer"})
+    monkeypatch.setattr(sys.modules["tpu_inference.envs"], "MODEL_IMPL_TYPE", "vllm")
+    bring(("video",), SEEING)
+
+
+def test_a_stream_of_inputs_is_refused(host):
+    tpu_inference.register()
+    bring((), {}, resumable=False)
+    with pytest.raises(stand_in_host.ValidationError, match="prompt: a stream of inputs, but must"):
+        bring((), {}, resumable=True)
+    bring((), {}, "FLASH_ATTN", resumable=True)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 from jattn import checks
+from jattn.integrations.tpu_inference import images
 from jattn.integrations.tpu_inference.settings import ModelConfig, VllmConfig
 
 # Call a kernel for TPUs themselves, past the registered backend.
@@ -75,6 +76,15 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     require(
         model.convert_type in POOLERS,
         f"the host's JAX models have no pooler for --convert {model.convert_type}",
+    )
+    seeing = ", ".join(name for name in architectures if name in images.JAX_MODELS)
+    inputs = model.multimodal_config
+    problems.require(
+        not seeing or inputs is None or not inputs.enable_mm_embeds,
+        "--enable-mm-embeds",
+        "given",
+        f"left out, or MODEL_IMPL_TYPE=vllm set: the host's JAX model of {seeing} takes images "
+        "only, and ends with their embeddings",
     )
     of_main = ", ".join(name for name in architectures if name in OF_MAIN)
     problems.require(

@@ -22,9 +22,17 @@ VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: after how many steps
 NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: whether its scheduler is for a newer runner
+FRONTEND = "VLLM_USE_RUST_FRONTEND"  # vLLM's: whether a server's requests skip Python
 PACKING = "MLA_KV_PACKING_SIZE"  # the host's variable: latents of so many tokens lie together
 WITHOUT_CHUNKS = """--hf-overrides '{"dual_chunk_attention_config": null}'"""
 LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes of log-probabilities that it has
+# Torch models that leave the finer features of an image in themselves for the step that follows,
+# which was traced before: the host computes with those of another step, or ends.
+KEEPING_IMAGES = (
+    *("CohereCompassForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration"),
+    *("Granite4VisionForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
+)
+EMBEDDED = "Gemma3nForConditionalGeneration"  # takes embeddings only; the host gives it tokens
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -47,6 +55,7 @@ def check(config: VllmConfig) -> None:
         _check_kv_heads(problems, config, implementation)
         _check_kernels(problems, config, platform)
         _check_model(problems, config, implementation)
+        _check_stages(problems, config)
         if implementation != "vllm":
             jax_models.check(problems, config)
         _check_adapters(problems, config, implementation)
@@ -146,6 +155,21 @@ def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
         "0: vLLM's scheduler would send a request that was preempted as a new one, and the host "
         "start its answer again",
     )
+    ahead = config.scheduler_config.async_scheduling
+    problems.require(
+        not ahead or config.parallel_config.pipeline_parallel_size == 1,
+        "--async-scheduling",
+        "on",
+        "off (--no-async-scheduling) with --pipeline-parallel-size: the first stages wait for "
+        "tokens that vLLM then does not send, and end",
+    )
+    problems.require(
+        not ahead or config.model_config.runner_type != "pooling",
+        "--async-scheduling",
+        "on",
+        "off (--no-async-scheduling) with --runner pooling: the host changes whose embeddings it "
+        "returned while vLLM reads them",
+    )
     if not config.additional_config.get("enable_continue_decode"):
         return
     setting = "enable_continue_decode of --additional_config"
@@ -222,6 +246,32 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "one whose recurrent layers are Qwen's gated delta nets: the host computes no others",
     )
     problems.require(
+        not model.is_attention_free,
+        "--model",
+        names,
+        "one with attention: the host computes no recurrent layers but Qwen's gated delta nets",
+    )
+    problems.require(
+        getattr(model.hf_text_config, "index_topk", None) is None,
+        "--model",
+        f"{names} with index_topk",
+        "one whose queries attend to all keys: for others the host has kernels for TPUs, or none",
+    )
+    problems.require(
+        EMBEDDED not in (model.architectures or ()),
+        "--model",
+        names,
+        "another one: the host gives it tokens for a text, and it takes embeddings only",
+    )
+    keeping = ", ".join(name for name in model.architectures or () if name in KEEPING_IMAGES)
+    problems.require(
+        not keeping or not model.supports_multimodal_inputs,
+        "--limit-mm-per-prompt",
+        "not 0 for all kinds of input",
+        f"0 for each: {keeping} keeps features of images from one call to the next, and the host "
+        "compiles those of one step into all",
+    )
+    problems.require(
         not (config.speculative_config and model.is_hybrid and has_delta_nets),
         "--speculative-config",
         "given",
@@ -253,6 +303,25 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "not 0 for all kinds of input",
         f"0 for each: tokens of an image see each other in {names}, and the host has each see "
         "those before it only",
+    )
+
+
+def _check_stages(problems: checks.Problems, config: VllmConfig) -> None:
+    """No stages of layers where each of them would do what only one of them can."""
+    stages, setting = config.parallel_config.pipeline_parallel_size, "--pipeline-parallel-size"
+    problems.require(
+        stages == 1 or config.speculative_config is None,
+        setting,
+        str(stages),
+        "1 with --speculative-config: the host checks drafts in the last stage, and asks the "
+        "others for them, too",
+    )
+    problems.require(
+        stages == 1 or not config.model_config.supports_multimodal_inputs,
+        setting,
+        str(stages),
+        "1 for a model of more than text, or given with --limit-mm-per-prompt 0 for all kinds of "
+        "input: the host runs the encoder in each stage",
     )
 
 
@@ -331,11 +400,28 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
             config.cache_config.kv_offloading_size,
             "the host moves no blocks elsewhere",
         ),
+        (
+            "--ec-transfer-config",
+            config.ec_transfer_config,
+            "the host takes no embeddings of images from elsewhere",
+        ),
+        (
+            "--weight-transfer-config",
+            config.weight_transfer_config,
+            "the host changes no weights, and says that it did",
+        ),
         ("--watermark-config", config.watermark_config, "the host would mark no text"),
         ("--return-sampling-mask", model.return_sampling_mask or None, "the host returns none"),
         ("--enable-trace-replay", model.enable_trace_replay or None, "the host has no code for it"),
     ):
         problems.require(given is None, flag, str(given), f"left out: {why}")
+    frontend = os.environ.get(FRONTEND, "0")
+    problems.require(
+        is_off(frontend),
+        FRONTEND,
+        frontend,
+        "0: requests that the host cannot follow are refused in vLLM's other frontend only",
+    )
     vocabulary = model.get_vocab_size()
     problems.require(
         0 <= model.max_logprobs <= vocabulary,

@@ -10,12 +10,15 @@ import functools
 from typing import Any
 
 from jattn import checks
-from jattn.integrations.tpu_inference.settings import SamplingParams, VllmConfig
+from jattn.integrations.tpu_inference import images
+from jattn.integrations.tpu_inference.settings import EngineRequest, SamplingParams, VllmConfig
 
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 GREEDY = 1e-5  # below this temperature vLLM does not sample
 # A server takes these from the model's generation_config.json where a request has none.
 SET_ELSEWHERE = " (--generation-config vllm, if the request did not set it)"
+CONNECTORS = ("TPUConnector", "TPUConnectorHMA")
+PULLED = ("uuid", "remote_block_ids", "remote_host", "remote_port")  # of a prompt read elsewhere
 
 
 def enable(name: str) -> None:
@@ -32,22 +35,33 @@ def enable(name: str) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    validate = InputProcessor._validate_params
+    validate, process = InputProcessor._validate_params, InputProcessor.process_inputs
     if hasattr(validate, "__wrapped__"):
         return  # done before
+
+    def refuse(config: Any, check_one: Any, given: Any) -> None:
+        if attention_backend_name(config) != name:
+            return
+        try:
+            check_one(given, config, name)
+        except ValueError as error:  # for which a server would answer 500, and not say why
+            raise VLLMValidationError(str(error)) from None
 
     @functools.wraps(validate)
     def validate_and_check(processor: Any, params: Any, *more: Any, **options: Any) -> Any:
         found = validate(processor, params, *more, **options)
-        config = processor.vllm_config
-        if isinstance(params, SamplingParams) and attention_backend_name(config) == name:
-            try:
-                check(params, config, name)
-            except ValueError as error:  # for which a server would answer 500, and not say why
-                raise VLLMValidationError(str(error)) from None
+        if isinstance(params, SamplingParams):
+            refuse(processor.vllm_config, check, params)
+        return found
+
+    @functools.wraps(process)
+    def process_and_check(processor: Any, *given: Any, **options: Any) -> Any:
+        found = process(processor, *given, **options)
+        refuse(processor.vllm_config, check_inputs, found)
         return found
 
     InputProcessor._validate_params = validate_and_check
+    InputProcessor.process_inputs = process_and_check
 
 
 def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
@@ -70,6 +84,50 @@ def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
             "given (or response_format, or a tool_choice)",
             "left out with --speculative-config: the host masks other tokens than those drafted",
         )
+        _check_transfer(problems, params, config)
+
+
+def check_inputs(request: EngineRequest, config: VllmConfig, name: str) -> None:
+    """Raise if a request brings what tpu-inference does not read.
+
+    Args:
+      request: `vllm.v1.engine.EngineCoreRequest`, of which vLLM has read the prompt.
+      config: `vllm.config.VllmConfig` of the engine that is asked.
+      name: of the backend.
+
+    Raises:
+      ValueError: every such field, with what it has to be.
+    """
+    with checks.checking(f"--attention-backend {name}") as problems:
+        problems.require(
+            not request.resumable,
+            "prompt",
+            "a stream of inputs",
+            "one input: the host ends with the second one of a stream",
+        )
+        kinds = sorted({feature.modality for feature in request.mm_features or ()} - {"image"})
+        problems.require(
+            not kinds or not images.are_seen_by_jax_model(config),
+            "multi_modal_data",
+            " and ".join(kinds),
+            "of images, or MODEL_IMPL_TYPE=vllm set: the host's JAX model sees no others, and ends",
+        )
+
+
+def _check_transfer(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:
+    """Of a prompt that another server has read, all that the host's connector asks for."""
+    transfer, given = config.kv_transfer_config, (params.extra_args or {}).get("kv_transfer_params")
+    if transfer is None or transfer.is_kv_producer or transfer.kv_connector not in CONNECTORS:
+        return
+    if not given:
+        return
+    problems.expect(
+        all(key in given for key in PULLED),
+        "kv_transfer_params",
+        given,
+        f"those of the answer of a server that has read the prompt, with {', '.join(PULLED)}, or "
+        "left out",
+    )
 
 
 def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:
@@ -129,11 +187,11 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         value = getattr(params, field)
         problems.require(value == none, field, str(value), f"{none:g}{SET_ELSEWHERE}: {reason}")
     problems.require(
-        not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
+        not params.min_tokens,
         "min_tokens",
         str(params.min_tokens),
-        "0, or given with ignore_eos and without stop_token_ids: the host lets a token that ends "
-        "an answer come before",
+        "0: the host lets a token that ends an answer come before; ignore_eos with max_tokens "
+        "makes an answer as long",
     )
     problems.require(
         params.thinking_token_budget is None,
