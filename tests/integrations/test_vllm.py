@@ -375,6 +375,25 @@ def test_images_are_seen_as_the_judge_sees_them(tmp_path, implementation):
     assert (refused in found["video"]) == (implementation == "flax_nnx")
 
 
+def test_embeddings_per_layer_are_of_the_tokens_next_to_images(tmp_path):
+    """A text in the same step has its own, too."""
+    want = vllm_host.run("judge images of Gemma", folder=str(tmp_path))
+    assert want["tokens"][-2] != want["tokens"][-1]
+    limits = {"image": 1, "video": 0, "audio": 0}
+    engine = {**vllm_host.SMALL, "max_num_batched_tokens": 256, "limit_mm_per_prompt": limits}
+    del engine["skip_tokenizer_init"]
+    found = vllm_host.run(
+        "generate images",
+        environment={"MODEL_IMPL_TYPE": "vllm"},
+        folder=str(tmp_path),
+        engine=engine,
+        gemma=True,
+    )
+    assert found.get("error") is None
+    assert found["tokens"] == want["tokens"]
+    np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=3e-3)
+
+
 def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint):
     """The host would fork schedulers while JAX's threads run, and give no answer."""
     environment = {"TPU_MULTIPROCESS_DP": "0"}

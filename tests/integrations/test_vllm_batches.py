@@ -36,8 +36,14 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def ask(folder: str, prompts: list[list[int]], requests: list[dict], **engine: object) -> dict:
-    given = {"prompts": prompts, "requests": requests, "engine": engine}
+def ask(
+    folder: str,
+    prompts: list[list[int]],
+    requests: list[dict],
+    resets: tuple[int, ...] = (),
+    **engine: object,
+) -> dict:
+    given = {"prompts": prompts, "requests": requests, "engine": engine, "resets": resets}
     return vllm_host.run("ask together", folder=folder, **given)
 
 
@@ -60,6 +66,29 @@ def test_requests_that_are_preempted_go_on_as_if_they_were_not(checkpoint, name)
     for one, other in zip(found["prompt"], want["prompt"], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
     assert [len(x) for x in found["prompt"]] == [0, 0, 0, 0 if drafts else len(PROMPTS[3]) - 1]
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["scheduled ahead", "a step at a time"])
+def test_requests_go_on_as_the_prefix_cache_is_reset(checkpoint, ahead):
+    """A token that is still computed as they begin again is computed again."""
+    engine = {"async_scheduling": ahead}
+    want = ask(checkpoint, PROMPTS, [LONG] * 4, **engine)
+    found = ask(checkpoint, PROMPTS, [LONG] * 4, (2, 3, 12, 13, 25), **engine)
+    assert want["preemptions"] == 0 < found["preemptions"]
+    assert found["tokens"] == want["tokens"]
+
+
+def test_a_prompt_is_read_to_its_end_next_to_answers_of_several_tokens_a_step(checkpoint):
+    """Three answers leave one token of each step to the last prompt."""
+    requests = [*[LONG] * 3, {**LONG, "prompt_logprobs": 0}]
+    engine = {"async_scheduling": False, "max_num_batched_tokens": 4}
+    several = {"enable_continue_decode": True, "max_decode_steps": 4}
+    want = ask(checkpoint, PROMPTS, requests, **engine)
+    found = ask(checkpoint, PROMPTS, requests, **engine, additional_config=several)
+    assert found["tokens"] == want["tokens"]
+    for one, other in zip(found["prompt"], want["prompt"], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert [len(x) for x in found["prompt"]] == [0, 0, 0, len(PROMPTS[3]) - 1]
 
 
 def test_each_request_has_the_grammar_that_it_asked_for(checkpoint):

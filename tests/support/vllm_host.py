@@ -403,6 +403,7 @@ def main() -> None:
 
     parts = {"judge": judge, "generate": generate, "nodes": nodes}
     parts |= {"judge images": vllm_images.judge, "generate images": vllm_images.generate}
+    parts["judge images of Gemma"] = vllm_images.judge_gemma
     parts |= {"ask": vllm_requests.ask, "embed": vllm_requests.embed}
     parts["ask together"] = vllm_requests.ask_together
     parts["judge embeddings"] = vllm_requests.judge

@@ -1,4 +1,4 @@
-"""A small model that sees images, continued by vLLM on JAX and by transformers.
+"""Small models that see images, continued by vLLM on JAX and by transformers.
 
 Parts of `vllm_host.main`, each run in a process of its own.
 """
@@ -18,6 +18,40 @@ SPECIAL = (
 )
 # Prompts without an image that have its tokens: its start and its own, and its start at the end.
 LOOKALIKES = ([5, 93, 6, 90, 93, 7], [8, 94, 9, 93], [10, 90])
+GEMMA_PROMPT = "5 6 <image> 7 8 9"
+GEMMA_TEXTS = ([11, 12, 13, 14],)
+GEMMA_SPECIAL = (
+    *("<begin>", "<end>", "<image>", "<sound>", "<begin sound>", "<end sound>", "<|video|>"),
+)
+GEMMA_TEXT = {  # with embeddings per layer, as Gemma 4 E2B has them
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 512,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+GEMMA_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "position_embedding_size": 64,
+    "default_output_length": 70,
+}
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -56,18 +90,9 @@ def judge(folder: str) -> dict[str, Any]:
     Returns: `tokens` and `logprobs`, a list for each of `LOOKALIKES`, and then for `PROMPT` with
       each image.
     """
-    import tokenizers
-    import torch
     import transformers
 
-    words = {str(token): token for token in range(90)}
-    words |= {word: 90 + i for i, word in enumerate(SPECIAL)}
-    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    numbers.add_special_tokens(list(SPECIAL))
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=numbers, unk_token="0", eos_token="2", pad_token="0"
-    )
+    tokenizer = _tokenizer(SPECIAL)
     tokenizer.image_token, tokenizer.video_token = SPECIAL[3:]
     pixels = {"min_pixels": 56**2, "max_pixels": 112**2}
     processor = transformers.Qwen2_5_VLProcessor(
@@ -75,7 +100,6 @@ def judge(folder: str) -> dict[str, Any]:
         tokenizer=tokenizer,
         video_processor=transformers.Qwen2VLVideoProcessor(**pixels),
     )
-    processor.save_pretrained(folder)
     config = transformers.Qwen2_5_VLConfig(
         text_config=TEXT,
         vision_config=VISION,
@@ -86,6 +110,72 @@ def judge(folder: str) -> dict[str, Any]:
         video_token_id=94,
     )
     kind = transformers.Qwen2_5_VLForConditionalGeneration
+    return _continue(kind, config, folder, processor, PROMPT, LOOKALIKES)
+
+
+def judge_gemma(folder: str) -> dict[str, Any]:
+    """As `judge`, of a random Gemma 4 with embeddings per layer, after `GEMMA_TEXTS`."""
+    import transformers
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+
+    named = ("boi_token", "eoi_token", "image_token", "audio_token", "boa_token", "eoa_token")
+    tokenizer = _tokenizer(
+        GEMMA_SPECIAL, extra_special_tokens=dict(zip(named, GEMMA_SPECIAL, strict=False))
+    )
+    processor = transformers.Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(max_soft_tokens=70),
+        tokenizer=tokenizer,
+        video_processor=Gemma4VideoProcessor(),
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    config = transformers.Gemma4Config(
+        text_config=GEMMA_TEXT,
+        vision_config=GEMMA_VISION,
+        audio_config=None,
+        boi_token_id=ids("<begin>"),
+        eoi_token_id=ids("<end>"),
+        image_token_id=ids("<image>"),
+        audio_token_id=ids("<sound>"),
+        boa_token_id=ids("<begin sound>"),
+        eoa_token_index=ids("<end sound>"),
+        video_token_id=ids("<|video|>"),
+        tie_word_embeddings=True,
+    )
+    kind = transformers.Gemma4ForConditionalGeneration
+    return _continue(kind, config, folder, processor, GEMMA_PROMPT, GEMMA_TEXTS)
+
+
+def _tokenizer(special: tuple[str, ...], **more: Any) -> Any:
+    """One whose words are the numbers of the tokens, but for the last ones."""
+    import tokenizers
+    import transformers
+
+    first = 95 - len(special)
+    words = {str(token): token for token in range(first)}
+    words |= {word: first + i for i, word in enumerate(special)}
+    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    numbers.add_special_tokens(list(special))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=numbers, unk_token="0", eos_token="2", pad_token="0", **more
+    )
+
+
+def _continue(
+    kind: Any,
+    config: Any,
+    folder: str,
+    processor: Any,
+    prompt: str,
+    texts: tuple[list[int], ...],
+) -> dict[str, Any]:
+    """Save a random model and its processor, and continue texts, and a prompt with each image."""
+    import torch
+
+    processor.save_pretrained(folder)
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -96,9 +186,9 @@ def judge(folder: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     model = model.double()
     found: dict[str, Any] = {"tokens": [], "logprobs": []}
-    asked = [{"input_ids": torch.tensor([tokens])} for tokens in LOOKALIKES]
+    asked = [{"input_ids": torch.tensor([tokens])} for tokens in texts]
     for image in _images():
-        given = processor(text=[PROMPT], images=[image], return_tensors="pt")
+        given = processor(text=[prompt], images=[image], return_tensors="pt")
         given["pixel_values"] = given["pixel_values"].double()
         asked.append(given)
     for given in asked:
@@ -115,8 +205,10 @@ def judge(folder: str) -> dict[str, Any]:
     return found
 
 
-def generate(folder: str, engine: dict[str, Any]) -> dict[str, Any]:
+def generate(folder: str, engine: dict[str, Any], gemma: bool = False) -> dict[str, Any]:
     """Continue the prompts of `judge` with vLLM's own engine in this process, all at once.
+
+    With `gemma`, those of `judge_gemma`.
 
     Returns: as `judge`, and `video`, what the engine says of a video instead of an image; or
       `error`, what it raised as it started.
@@ -131,8 +223,9 @@ def generate(folder: str, engine: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, logprobs=1
     )
-    given: list[Any] = [{"prompt_token_ids": tokens} for tokens in LOOKALIKES]
-    given += [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in _images()]
+    prompt, texts = (GEMMA_PROMPT, GEMMA_TEXTS) if gemma else (PROMPT, LOOKALIKES)
+    given: list[Any] = [{"prompt_token_ids": tokens} for tokens in texts]
+    given += [{"prompt": prompt, "multi_modal_data": {"image": image}} for image in _images()]
     answers = [request.outputs[0] for request in llm.generate(given, sampling, use_tqdm=False)]
     frames = np.zeros((4, 56, 56, 3), np.uint8), {"fps": 2.0, "total_num_frames": 4, "duration": 2}
     moving = {

@@ -69,12 +69,17 @@ def ask(
 
 
 def ask_together(
-    folder: str, prompts: list[list[int]], engine: dict[str, Any], requests: list[dict[str, Any]]
+    folder: str,
+    prompts: list[list[int]],
+    engine: dict[str, Any],
+    requests: list[dict[str, Any]],
+    resets: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Ask vLLM's own engine in this process for a continuation of each prompt, all at once.
 
     Args:
       requests: of each prompt, as those of `ask`.
+      resets: the steps before which the prefix cache is reset, and requests that run begin again.
 
     Returns:
       `tokens` of each request, the log-probabilities of its `prompt` if it asks for them, and how
@@ -85,6 +90,8 @@ def ask_together(
 
     small = {**vllm_host.SMALL, "skip_tokenizer_init": False, "disable_log_stats": False}
     llm = LLM(model=folder, attention_backend="jattn", **{**small, **engine})
+    if resets:
+        _reset_before(llm.llm_engine, resets)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = llm.generate(given, [_sampling(fields) for fields in requests], use_tqdm=False)
     metrics = {metric.name: metric for metric in llm.get_metrics()}
@@ -96,6 +103,20 @@ def ask_together(
         ],
         "preemptions": metrics["vllm:num_preemptions"].value,
     }
+
+
+def _reset_before(engine: Any, resets: tuple[int, ...]) -> None:
+    """Have vLLM's engine reset its prefix cache before some steps, which are counted from 1."""
+    step, count = engine.step, 0
+
+    def count_and_step() -> Any:
+        nonlocal count
+        count += 1
+        if count in resets:
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    engine.step = count_and_step
 
 
 def _sampling(fields: dict[str, Any]) -> Any:
