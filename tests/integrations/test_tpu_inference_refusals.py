@@ -75,6 +75,10 @@ REFUSED = {
         {"tp_size": 4, "expert_size": 2},
         "tensor_parallelism * expert_parallelism of --additional_config: 8, but must be at most",
     ),
+    "a vocabulary that devices cannot share": (
+        {"tensor_parallel_size": 2, "vocabulary": 97, "architectures": ["LlamaForCausalLM"]},
+        "--tensor-parallel-size: 2, but must be one that divides 97, the model's vocabulary",
+    ),
     "latents on two devices, by a strategy": (
         {"use_mla": True, "tp_size": 2},
         "tensor_parallelism * expert_parallelism of --additional_config: 2, but must be 1 for",
@@ -236,6 +240,33 @@ REFUSED = {
         },
         "--pipeline-parallel-size: 2, but must be 1 for a model of more than text, or given with",
     ),
+    "embeddings per layer in stages": (
+        {
+            "pipeline_parallel_size": 2,
+            "async_scheduling": False,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+        "--pipeline-parallel-size: 2, but must be 1 for a model with hidden_size_per_layer_input:",
+    ),
+    "pixels in float32": (
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "is_multimodal_model": True,
+            "supports_multimodal_inputs": True,
+            "dtype": "torch.float32",
+        },
+        "Gemma4ForConditionalGeneration takes pixels for bfloat16, and --dtype is torch.float32",
+    ),
+    "a JAX model in stages": (
+        {
+            "pipeline_parallel_size": 2,
+            "async_scheduling": False,
+            "architectures": ["Gemma4ForCausalLM"],
+            "text_config": {},
+        },
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM ends",
+    ),
     "embeddings of images": (
         {
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -274,6 +305,17 @@ SERVED = {
         "supports_multimodal_inputs": True,
         "multimodal_config": SimpleNamespace(enable_mm_embeds=False),
     },
+    "pixels in bfloat16": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "is_multimodal_model": True,
+        "supports_multimodal_inputs": True,
+    },
+    "a text in float32, of a model of images": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "is_multimodal_model": True,
+        "dtype": "torch.float32",
+    },
+    "a vocabulary that devices share": {"tensor_parallel_size": 2, "vocabulary": 98},
     "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
     "blocks that are no pages of latents": {"block_size": 48},
     "processed log-probabilities": {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},
@@ -310,6 +352,11 @@ TORCH = {
     "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
     "any head size": {"head_size": 96},
     "adapters": {"lora_config": ADAPTERS},
+    "Gemma 4 in stages": {
+        "pipeline_parallel_size": 2,
+        "async_scheduling": False,
+        "architectures": ["Gemma4ForCausalLM"],
+    },
     "embeddings of images": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "multimodal_config": SimpleNamespace(enable_mm_embeds=True),
@@ -370,6 +417,17 @@ def test_vllm_schedules_for_the_runner_that_the_host_has(host, monkeypatch, give
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
     tpu_inference.register()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == (given or "0")
+
+
+def test_a_step_is_padded_to_no_more_tokens_than_adapters_have(host):
+    tpu_inference.register()
+    host.impl = "vllm"
+    host.start(max_num_batched_tokens=40)
+    host.start(max_num_batched_tokens=48, lora_config=ADAPTERS)
+    with pytest.raises(
+        ValueError, match="--max-num-batched-tokens: 40, but must be a multiple of 16"
+    ):
+        host.start(max_num_batched_tokens=40, lora_config=ADAPTERS)
 
 
 def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):

@@ -516,6 +516,8 @@ def config(**changes: object) -> SimpleNamespace:
         "is_mm_prefix_lm": False,
         "use_mla": False,
         "async_scheduling": True,
+        "max_num_batched_tokens": 64,
+        "dtype": "torch.bfloat16",
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
         "vocabulary": 128,

@@ -28,6 +28,8 @@ IMAGES = "Qwen2_5_VLForConditionalGeneration"
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", IMAGES)
 # Download weights of a repository's main branch.
 OF_MAIN = ("LlamaForCausalLM", IMAGES)
+PIXELS = "Gemma4ForConditionalGeneration"  # whose images are read in one dtype, whatever theirs
+UNSTAGED = (TEXT_OF_MORE, PIXELS)  # ends in pipelines
 POOLERS = ("none", "embed")  # what pooling they have, as --convert names it
 
 
@@ -64,6 +66,11 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     plain = ", ".join(name for name in architectures if name in PLAIN)
     rotary = "" if not plain else _other_rotary(model)
     require(not rotary, f"the host's JAX model of {plain} does not compute {rotary}")
+    staged = ", ".join(name for name in architectures if name in UNSTAGED)
+    require(
+        not staged or config.parallel_config.pipeline_parallel_size == 1,
+        f"the host's JAX model of {staged} ends with the first request of --pipeline-parallel-size",
+    )
     window = model.get_sliding_window()
     require(
         not plain or window is None,
@@ -85,6 +92,12 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
         "given",
         f"left out, or MODEL_IMPL_TYPE=vllm set: the host's JAX model of {seeing} takes images "
         "only, and ends with their embeddings",
+    )
+    require(
+        PIXELS not in architectures
+        or not model.supports_multimodal_inputs
+        or "bfloat16" in str(model.dtype),
+        f"the host's JAX model of {PIXELS} takes pixels for bfloat16, and --dtype is {model.dtype}",
     )
     of_main = ", ".join(name for name in architectures if name in OF_MAIN)
     problems.require(

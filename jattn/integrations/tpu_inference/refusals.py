@@ -18,6 +18,7 @@ NAME = "jattn"
 HOST = "tpu-inference"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
 ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has in bfloat16
+STEP = "MIN_TOKEN_BUCKET"  # the host's variable: it pads a step to a multiple of so many tokens
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: after how many steps
@@ -32,6 +33,8 @@ KEEPING_IMAGES = (
     *("CohereCompassForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration"),
     *("Granite4VisionForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
 )
+# What layers take from the first stage, or from others (Gemma 4 E2B and E4B).
+SHARED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 EMBEDDED = "Gemma3nForConditionalGeneration"  # takes embeddings only; the host gives it tokens
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -52,7 +55,7 @@ def check(config: VllmConfig) -> None:
         _check_cache(problems, config)
         _check_steps(problems, config)
         implementation = _implementation(config)
-        _check_kv_heads(problems, config, implementation)
+        _check_shards(problems, config, implementation)
         _check_kernels(problems, config, platform)
         _check_model(problems, config, implementation)
         _check_stages(problems, config)
@@ -197,10 +200,18 @@ def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
     )
 
 
-def _check_kv_heads(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """A KV head for every device, where the host loads weights for no more."""
+def _check_shards(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
+    """As many tokens of the vocabulary for each device, and a KV head where it has to be one."""
     model = config.model_config
     kv_heads, (setting, devices) = model.get_total_num_kv_heads(), _devices_of_heads(config)
+    vocabulary = model.get_vocab_size()
+    problems.require(
+        vocabulary % devices == 0,
+        setting,
+        str(devices),
+        f"one that divides {vocabulary}, the model's vocabulary: the host samples tokens past it, "
+        "or ends with the first request",
+    )
     problems.require(
         implementation == "vllm" or model.use_mla or devices <= kv_heads,
         setting,
@@ -323,6 +334,15 @@ def _check_stages(problems: checks.Problems, config: VllmConfig) -> None:
         "1 for a model of more than text, or given with --limit-mm-per-prompt 0 for all kinds of "
         "input: the host runs the encoder in each stage",
     )
+    text = config.model_config.hf_text_config
+    shared = [field for field in SHARED if getattr(text, field, None)]
+    problems.require(
+        stages == 1 or not shared,
+        setting,
+        str(stages),
+        f"1 for a model with {' and '.join(shared)}: the host gives later stages no embeddings of "
+        "the first one, and no keys",
+    )
 
 
 def _check_adapters(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
@@ -343,6 +363,14 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         "--enable-lora",
         f"given, for a vocabulary of {vocabulary} tokens",
         f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
+    )
+    budget, step = config.scheduler_config.max_num_batched_tokens, int(os.environ.get(STEP) or "16")
+    problems.require(
+        budget % step == 0,
+        "--max-num-batched-tokens",
+        str(budget),
+        f"a multiple of {step} ({STEP}) with --enable-lora: the host pads a step to one, and has "
+        "adapters for no more tokens",
     )
     targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH") or None
     problems.require(

@@ -15,6 +15,7 @@ class MultiModalConfig(Protocol):
 class ModelConfig(Protocol):
     """`vllm.config.ModelConfig`."""
 
+    dtype: object  # of torch, or of JAX while the host makes a model
     runner_type: str  # "generate", "pooling" or "draft"
     use_mla: bool
     is_attention_free: bool
@@ -73,6 +74,7 @@ class SchedulerConfig(Protocol):
     """`vllm.config.SchedulerConfig`."""
 
     async_scheduling: bool
+    max_num_batched_tokens: int
 
 
 class ShardingConfig(Protocol):
