@@ -16,6 +16,7 @@ import contextlib
 import importlib.util
 import json
 import shutil
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -568,7 +569,10 @@ def test_replicas_answer_alike(checkpoint):
 
 
 def test_one_server_reads_prompts_and_another_decodes(checkpoint):
-    """Full blocks of a prompt are not computed twice; their keys and values are the judge's."""
+    """Full blocks of a prompt are not computed twice; their keys and values are the judge's.
+
+    A request that does not say where they are is refused, and the others are answered.
+    """
     want = checkpoint("qwen3")
 
     def flags(role: str) -> tuple[str, str]:
@@ -582,6 +586,8 @@ def test_one_server_reads_prompts_and_another_decodes(checkpoint):
             server = vllm_host.server(want["folder"], *flags(role), environment=environment)
             addresses.append(stack.enter_context(server))
         reading, decoding = addresses
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(decoding, prompts()[2], 1, kv_transfer_params={"uuid": 5})
         for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
             where = ask(reading, prompt, 1, kv_transfer_params={})["kv_transfer_params"]
             answer = ask(decoding, prompt, COUNT, kv_transfer_params=where)
