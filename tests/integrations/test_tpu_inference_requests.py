@@ -58,10 +58,10 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
     "repetition": ({"repetition_penalty": 1.05}, {}, "repetition_penalty: 1.05, but must be 1 ("),
     "an answer of some length": (
         {"min_tokens": 3}, {},
-        "min_tokens: 3, but must be 0: the host lets a token that ends an answer come before",
+        "min_tokens: 3, but must be 0, or given with ignore_eos and without stop_token_ids",
     ),
-    "one of some length that no token ends": (
-        {"min_tokens": 3, "ignore_eos": True}, {},
+    "one that a token ends": (
+        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}, {},
         "min_tokens: 3, but must be 0",
     ),
     "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
@@ -100,7 +100,9 @@ SERVED = {
     ),
     "a grammar": ({"structured_outputs": "a choice"}, {}),
     "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),
-    "an answer that no token ends": ({"ignore_eos": True}, {}),
+    "an answer that no token ends": (
+        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": []}, {},
+    ),
 }  # fmt: skip
 
 

@@ -187,11 +187,12 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         value = getattr(params, field)
         problems.require(value == none, field, str(value), f"{none:g}{SET_ELSEWHERE}: {reason}")
     problems.require(
-        not params.min_tokens,
+        # vLLM also keeps tokens that end nothing out of such an answer, and the host does not.
+        not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
         "min_tokens",
         str(params.min_tokens),
-        "0: the host lets a token that ends an answer come before; ignore_eos with max_tokens "
-        "makes an answer as long",
+        "0, or given with ignore_eos and without stop_token_ids: the host lets a token that ends "
+        "an answer come before",
     )
     problems.require(
         params.thinking_token_budget is None,
