@@ -61,7 +61,10 @@ PADDING = tables.RESULTS / "2026-11-26-padding-zen4-jax0.12.jsonl"
 ROLLBACK = tables.RESULTS / "2026-11-26-rollback-zen4-jax0.12.jsonl"
 SPECULATION = tables.RESULTS / "2026-11-26-speculation-zen4-jax0.12.jsonl"
 SCAN = tables.RESULTS / "2026-11-26-scan-zen4-jax0.12.jsonl"
-ARITHMETIC = tables.RESULTS / "2026-11-28-arithmetic-peak-zen4-jax0.12.jsonl"
+ARITHMETIC = {
+    "Zen 5": tables.RESULTS / "2026-11-30-arithmetic-peak-zen5-jax0.12.jsonl",
+    "Zen 4": tables.RESULTS / "2026-11-28-arithmetic-peak-zen4-jax0.12.jsonl",
+}
 TRANSFORMERS = tables.RESULTS / "2026-11-28-transformers-decode-zen4-jax0.10.jsonl"
 TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
@@ -69,6 +72,7 @@ TRANSFER = {
 }
 SDPA = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl",
+    "Zen 5": tables.RESULTS / "2026-11-30-sdpa-zen5-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-28-sdpa-zen4-jax0.12.jsonl",
 }
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
@@ -122,6 +126,11 @@ def zen4_rows() -> list[dict]:
     return tables.read_rows([tables.ZEN4_FILES["0.12"]])
 
 
+def zen5_rows() -> list[dict]:
+    """The CPU suite on a Zen 5 with the newer JAX."""
+    return tables.read_rows([tables.ZEN5_FILES["0.12"]])
+
+
 def zen3_rows() -> list[dict]:
     """The CPU suite on a Zen 3 with the newer JAX."""
     return tables.read_rows([tables.ZEN3_FILES["0.12"]])
@@ -147,10 +156,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "zen3 summary": lambda: cpu_summary(tables.ZEN3_FILES),
         "xeon summary": lambda: prose.summary({"0.12": tables.read_rows(tables.FILES)}),
         "zen3 mean table": lambda: tables.mean_table(zen3_rows()),
+        "zen5 mean table": lambda: tables.mean_table(zen5_rows()),
+        "zen5 summary": lambda: cpu_summary(tables.ZEN5_FILES),
         "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES), True),
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
         "zen4 table": lambda: tables.full_table(zen4_rows()),
         "zen3 table": lambda: tables.full_table(zen3_rows()),
+        "zen5 table": lambda: tables.full_table(zen5_rows()),
+        "sdpa table, Zen 5": lambda: table_of(SDPA["Zen 5"], sdpa.table),
         "sdpa table, Zen 4": lambda: table_of(SDPA["Zen 4"], sdpa.table),
         "sdpa table, Xeon with AMX": lambda: table_of(SDPA["Xeon with AMX"], sdpa.table),
     },

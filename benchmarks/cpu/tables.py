@@ -32,6 +32,8 @@ ZEN4_FILES = {
     "0.12": RESULTS / "2026-11-30-cpu-native-zen4-jax0.12.jsonl",
     "0.10": RESULTS / "2026-11-28-cpu-native-zen4-jax0.10.jsonl",
 }
+# The same on a Zen 5, which computes 512 bits at a time.
+ZEN5_FILES = {"0.12": RESULTS / "2026-11-30-cpu-native-zen5-jax0.12.jsonl"}
 # The same on a Zen 3, which has no AVX-512.
 ZEN3_FILES = {
     "0.12": RESULTS / "2026-11-29-cpu-native-zen3-jax0.12.jsonl",

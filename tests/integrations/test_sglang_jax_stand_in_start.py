@@ -489,6 +489,8 @@ def test_what_is_not_refused_of_adapters_activations_and_weights(host):
     sglang_jax.install()
     changes = [
         {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 3},
+        # No prompt is longer than the cache.
+        {"chunked_prefill_size": -1, "max_prefill_tokens": 100, "max_total_tokens": 96},
         {"lora_paths": None, "max_loras_per_batch": 1, "enable_lora": True},
         {
             "hf_config": {"architectures": ["Gemma2ForCausalLM"]},

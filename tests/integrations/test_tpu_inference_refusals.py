@@ -316,6 +316,12 @@ SERVED = {
         "dtype": "torch.float32",
     },
     "a vocabulary that devices share": {"tensor_parallel_size": 2, "vocabulary": 98},
+    "embeddings of a vocabulary that they cannot share": {
+        "tensor_parallel_size": 2,
+        "vocabulary": 97,
+        "runner_type": "pooling",
+        "async_scheduling": False,
+    },
     "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
     "blocks that are no pages of latents": {"block_size": 48},
     "processed log-probabilities": {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},

@@ -101,6 +101,7 @@ class Runner:
         values = {
             "attention_backend": "fa",
             "chunked_prefill_size": 64,
+            "max_total_tokens": None,
             "device": "cpu",
             "dp_size": 1,
             "enable_lora": False,

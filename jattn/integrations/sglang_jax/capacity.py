@@ -3,7 +3,7 @@
 The host compiles for as many requests as a chunk of prompts has tokens, and ends with more. Of the
 sizes of batches that it compiles for, each device has a part, whole or not. It takes a request in
 once the pages of layers with windows have room for a window twice over, and for each chunk of its
-prompt; where they never have, no request is answered.
+prompt; where they never have, such a request waits for ever.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def _check_windows(runner: Any) -> None:
             found > needed,
             "--max-total-tokens (--mem-fraction-static)",
             f"room for {found} tokens in layers with windows",
-            f"room for more than {needed}, or no request is taken in: --swa-full-tokens-ratio and "
-            "--chunked-prefill-size set it, too, and --disable-hybrid-swa-memory does without",
+            f"room for more than {needed}, or long prompts are never taken in: "
+            "--swa-full-tokens-ratio and --chunked-prefill-size set it, too, and "
+            "--disable-hybrid-swa-memory does without",
         )

@@ -119,6 +119,7 @@ def check_pages(problems: checks.Problems, runner: settings.ModelRunner) -> None
 def check_prefill(problems: checks.Problems, runner: settings.ModelRunner) -> None:
     """Note prompts that are prefilled at once, and do not fit what is compiled for them."""
     arguments, length = runner.server_args, runner.model_config.context_len
+    length = min(length, arguments.max_total_tokens or length)
     chunk = arguments.chunked_prefill_size
     problems.require(
         (chunk is not None and chunk > 0) or arguments.max_prefill_tokens >= length,

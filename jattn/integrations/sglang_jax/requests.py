@@ -66,6 +66,9 @@ def enable() -> None:
     @functools.wraps(pick)
     def pick_with_key(batch: Any, index: int) -> Any:
         one, key = pick(batch, index), batch.extra_key
+        with checks.checking("jattn.integrations.sglang_jax") as problems:
+            fits = not isinstance(key, list) or index < len(key)
+            problems.require(fits, "extra_key", str(key), "a text, or one for each prompt")
         one.extra_key = key[index] if isinstance(key, list) else key  # the host leaves it out
         return one
 

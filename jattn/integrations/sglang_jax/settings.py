@@ -13,6 +13,7 @@ class ServerArguments(Protocol):
 
     attention_backend: str | None
     chunked_prefill_size: int | None
+    max_total_tokens: int | None
     device: str | None
     disable_overlap_schedule: bool
     disaggregation_mode: str

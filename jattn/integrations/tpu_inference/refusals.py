@@ -206,7 +206,7 @@ def _check_shards(problems: checks.Problems, config: VllmConfig, implementation:
     kv_heads, (setting, devices) = model.get_total_num_kv_heads(), _devices_of_heads(config)
     vocabulary = model.get_vocab_size()
     problems.require(
-        vocabulary % devices == 0,
+        vocabulary % devices == 0 or model.runner_type == "pooling",  # which has no logits
         setting,
         str(devices),
         f"one that divides {vocabulary}, the model's vocabulary: the host samples tokens past it, "
@@ -370,7 +370,7 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         "--max-num-batched-tokens",
         str(budget),
         f"a multiple of {step} ({STEP}) with --enable-lora: the host pads a step to one, and has "
-        "adapters for no more tokens",
+        "adapters for no more tokens (vLLM lowers it to --max-num-seqs times --max-model-len)",
     )
     targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH") or None
     problems.require(

@@ -225,6 +225,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         found.__dict__.update(self.__dict__)
         found._leaves = [leaf.copy() for leaf in self._leaves]
         found._programs = dict(self._programs)
+        if found.new is None:
+            found._writer = None  # a copy may go on with a copy of the model
         memo[id(self)] = found
         return found
 
