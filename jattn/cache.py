@@ -205,11 +205,11 @@ def update_kv_cache(
     In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
     copied or converted. (With "xla" on CPU, plain arrays of fp8, and with a JAX before 0.12 of
     bfloat16, are copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above
-    writes nothing: padding. If two tokens of a call name the same slot, one of them is kept, and
-    which one is unspecified (`AttentionMetadata.check` finds it). Numbers are rounded to nearest
-    even; what is narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a
-    format has none turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`,
-    `jattn.Nvfp4`).
+    writes nothing: padding. If two tokens of a call name the same slot, a CPU keeps one of them,
+    and which one is unspecified; a GPU may keep numbers of both (`AttentionMetadata.check` finds
+    it). Numbers are rounded to nearest even; what is narrower than 16 bits saturates at its largest
+    value. NaN stays NaN, or where a format has none turns what it shares a scale with into NaN
+    (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
 
     A scale per token and head is written with the token. A scale per block and head is set by the
     call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
