@@ -13,11 +13,12 @@ brings them, is not written, so that every row has its own length.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -418,83 +419,80 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
         A step that raises leaves the tokens of the steps before it.
         """
+        with self._kept_if_it_raises():
+            if self.new is not None:
+                self._check_writer(module)
+            batch, _, num_queries, _ = query.shape
+            fresh = 0 if self.new is None else self.new[0].shape[2]
+            assert self.history is not None
+            if batch != self.batch_size:
+                raise jattn.UnsupportedError(
+                    f"layer {self.index} of the PagedCache: query has a batch of {batch}, but must "
+                    f"have one of {self.batch_size}, as the keys in the cache"
+                )
+            if sight.mask is not None and sight.mask.shape[-1] != self.length:
+                raise jattn.UnsupportedError(
+                    f"layer {self.index} of the PagedCache: the mask {list(sight.mask.shape)} must "
+                    f"be for the {self.length} keys in the cache; reset() it where a step was "
+                    "interrupted"
+                )
+            read = sight.plan(
+                (self.history, fresh, self.pools),
+                batch,
+                num_queries,
+                self.length,
+                _plan,
+                self.history.extended,
+            )
+            plan = read.plan
+            if not len(plan.reading.tokens):
+                assert self._empty is not None
+                self.new, self.history = None, plan.history
+                return query.new_zeros(batch, num_queries, query.shape[1], self._empty[1].shape[3])
+            bias = sight.relative_bias(read, query.shape[1], "sinks" in options)
+            given = options if bias is None else {**options, "relative_bias": bias}
+            batches.refuse_tangents((query, *given.values(), *(self.new or ())))
+            if torch.is_grad_enabled() and any(
+                isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())
+            ):
+                raise jattn.UnsupportedError(
+                    "a PagedCache has no gradients: run the model under torch.no_grad()"
+                )
+            arrays = {
+                name: batches.to_jax(x) if isinstance(x, torch.Tensor) else batches.number(x)
+                for name, x in given.items()
+            }
+            rows = [batches.to_rows(x, len(plan.slots)) for x in self.new or ()]
+            in_order = plan.batch.tokens is None and plan.batch.num_tokens == batch * num_queries
+            if in_order:
+                queries = batches.to_rows(query, batch * num_queries)
+            else:
+                queries = batches.to_jax(plan.batch.take_queries(query))
+            static = (plan.batch.is_causal, plan.batch.max_query_len, implementation)
+            if static not in self._programs:
+                self._programs[static] = _program(self._structure, *static)
+            out, self._leaves = self._programs[static](
+                self._leaves,
+                queries,
+                tuple(rows),
+                plan.slots,
+                plan.batch.arguments,
+                arrays,
+            )
+            self.new, self.history = None, plan.history
+            if in_order and query.is_cpu and query.nbytes <= batches.SMALL_BYTES:
+                return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
+            return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
+
+    @contextlib.contextmanager
+    def _kept_if_it_raises(self) -> Iterator[None]:
+        """What is inside adds its tokens, or none."""
         try:
-            return self._attend(module, query, sight, implementation, options)
+            yield
         except BaseException:
             assert self.history is not None
             self.new, self.length = None, self.history.kept.shape[1]
             raise
-
-    def _attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        sight: sights.MaskSight,
-        implementation: str | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        if self.new is not None:
-            self._check_writer(module)
-        batch, _, num_queries, _ = query.shape
-        fresh = 0 if self.new is None else self.new[0].shape[2]
-        assert self.history is not None
-        if batch != self.batch_size:
-            raise jattn.UnsupportedError(
-                f"layer {self.index} of the PagedCache: query has a batch of {batch}, but must "
-                f"have one of {self.batch_size}, as the keys in the cache"
-            )
-        if sight.mask is not None and sight.mask.shape[-1] != self.length:
-            raise jattn.UnsupportedError(
-                f"layer {self.index} of the PagedCache: the mask {list(sight.mask.shape)} must be "
-                f"for the {self.length} keys in the cache; reset() it where a step was interrupted"
-            )
-        read = sight.plan(
-            (self.history, fresh, self.pools),
-            batch,
-            num_queries,
-            self.length,
-            _plan,
-            self.history.extended,
-        )
-        plan = read.plan
-        if not len(plan.reading.tokens):
-            assert self._empty is not None
-            self.new, self.history = None, plan.history
-            return query.new_zeros(batch, num_queries, query.shape[1], self._empty[1].shape[3])
-        bias = sight.relative_bias(read, query.shape[1], "sinks" in options)
-        given = options if bias is None else {**options, "relative_bias": bias}
-        batches.refuse_tangents((query, *given.values(), *(self.new or ())))
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())
-        ):
-            raise jattn.UnsupportedError(
-                "a PagedCache has no gradients: run the model under torch.no_grad()"
-            )
-        arrays = {
-            name: batches.to_jax(x) if isinstance(x, torch.Tensor) else batches.number(x)
-            for name, x in given.items()
-        }
-        rows = [batches.to_rows(x, len(plan.slots)) for x in self.new or ()]
-        in_order = plan.batch.tokens is None and plan.batch.num_tokens == batch * num_queries
-        if in_order:
-            queries = batches.to_rows(query, batch * num_queries)
-        else:
-            queries = batches.to_jax(plan.batch.take_queries(query))
-        static = (plan.batch.is_causal, plan.batch.max_query_len, implementation)
-        if static not in self._programs:
-            self._programs[static] = _program(self._structure, *static)
-        out, self._leaves = self._programs[static](
-            self._leaves,
-            queries,
-            tuple(rows),
-            plan.slots,
-            plan.batch.arguments,
-            arrays,
-        )
-        self.new, self.history = None, plan.history
-        if in_order and query.is_cpu and query.nbytes <= batches.SMALL_BYTES:
-            return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
-        return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
 
     def _check_writer(self, module: torch.nn.Module) -> None:
         """Refuse keys of another module behind those of one: an encoder's behind a decoder's."""
