@@ -1,4 +1,4 @@
-"""jattn inside stacks that others wrote: one module per host, imported by its own name.
+"""jattn inside other stacks: one module per host, each imported by name.
 
-`import jattn.integrations.rpa`, say. A module imports its host only when it is used.
+For example `import jattn.integrations.rpa`. A module imports its host only when it is used.
 """

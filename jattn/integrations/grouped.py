@@ -1,8 +1,9 @@
-"""Products of many matrices, each with rows of its own, as mixtures of experts need them.
+"""Grouped matrix products, each matrix with its own rows, for mixtures of experts.
 
-On CPUs `jax.lax.ragged_dot` multiplies all rows by every matrix and keeps what counts: with E
-experts E times the work, and memory for E copies of the rows. Here a tile of rows is multiplied at
-a time, by the matrix of its first row, so that each matrix with rows is read once per tile.
+On CPUs `jax.lax.ragged_dot` multiplies all rows by every matrix and keeps the products it needs:
+with E experts that is E times the work, and memory for E copies of the rows. The functions here
+multiply one tile of rows at a time, by the matrix of its first row, so that a matrix is read once
+per tile of its rows.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ def grouped_dot(
     *,
     transposed: bool = False,
 ) -> jax.Array:
-    """Each run of rows times its matrix.
+    """Multiply each run of rows by its matrix.
 
     Args:
-      rows: [n, in], those of matrix 0 first, then those of matrix 1, ...
+      rows: [n, in], the rows of matrix 0 first, then those of matrix 1, ...
       weights: [E, in, out], or [E, out, in] if `transposed`; of any dtype.
-      sizes: int32 [E], the runs' lengths, together at most n.
-      scales: [E, blocks, 1, out], not with `transposed`: each of a block of `in / blocks` weights
-        of a column, which is multiplied by it; or None.
+      sizes: int32 [E], the runs' lengths; their sum is at most n.
+      scales: [E, blocks, 1, out], or None. Each multiplies a block of `in / blocks` weights of a
+        column. Not with `transposed`.
 
-    Returns: float32 [n, out]; rows after the last run are anything finite.
+    Returns: float32 [n, out]; rows after the last run hold any finite numbers.
     """
     return jax.lax.platform_dependent(
         *(rows, weights, sizes, scales),
@@ -53,19 +54,19 @@ def multiply_grouped(
     group_sizes: jax.Array,
     group_offset: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each row times its expert's matrix, plus a bias, where a device has some of the experts.
+    """Multiply each row by its expert's matrix and add a bias, for the experts of one device.
 
     Args:
       rows: [n, in], sorted by expert.
-      weights: [E, in, out], of E experts of this device.
-      scales: [E, blocks, 1, out], each of a block of `in / blocks` numbers of a column; or None.
+      weights: [E, in, out], of this device's E experts.
+      scales: [E, blocks, 1, out], each for a block of `in / blocks` numbers of a column; or None.
       bias: [E, 1, out], or None.
-      group_sizes: int32, how many rows each expert has, those of other devices too.
+      group_sizes: int32, the number of rows of each expert, including experts of other devices.
       group_offset: int32 [1], the first expert of this device.
 
     Returns:
-      float32 [n, out], undefined for rows of other devices' experts; and bool [n], which rows are
-      this device's.
+      float32 [n, out], undefined for rows of other devices' experts; and bool [n], which rows
+      belong to this device.
     """
     first = group_offset[0]
     before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
@@ -106,7 +107,7 @@ def _by_tiles(
     *,
     transposed: bool,
 ) -> jax.Array:
-    """In the rows' order: what a tile has of the next run is written again by that run's tile."""
+    """Multiply tiles in order: one may write past its run's end, which the next run overwrites."""
     n, experts, width = len(rows), len(weights), weights.shape[1 if transposed else 2]
     tile = tile_rows(n, experts)
     tiles = ceil_div(sizes, tile)
@@ -132,7 +133,7 @@ def _by_tiles(
 
 
 def _as_words(weights: jax.Array) -> jax.Array:
-    """Floats of 4 and 8 bits as integers: XLA for CPUs converts all of them to slice one matrix."""
+    """Floats of 4 and 8 bits as integers, or XLA for CPUs widens them all to slice one matrix."""
     narrow = jnp.issubdtype(weights.dtype, jnp.floating) and jnp.finfo(weights.dtype).bits < 16
     if not narrow:
         return weights
@@ -140,11 +141,11 @@ def _as_words(weights: jax.Array) -> jax.Array:
 
 
 def _product(rows: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Array:
-    """In the form in which XLA for CPUs copies least: [out, in] of float32 on the left."""
+    """The product in the form that XLA for CPUs copies least: float32 [out, in] on the left."""
     dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     if transposed and rows.dtype == jnp.float32:
         columns = dot("oi,ti->ot", matrix, rows)
-        return jax.lax.optimization_barrier(columns).T  # or XLA would turn it round again
+        return jax.lax.optimization_barrier(columns).T  # or XLA would swap them back
     return dot("ti,oi->to" if transposed else "ti,io->to", rows, matrix)
 
 
@@ -157,6 +158,6 @@ def _scaled(weights: jax.Array, scales: jax.Array | None, dtype: jnp.dtype) -> j
 
 
 def tile_rows(n: int, experts: int) -> int:
-    """A power of two near the rows that an expert has in the mean, but at most n."""
+    """A power of two near an expert's mean number of rows, but at most n."""
     mean = max(1, n // experts)
     return min(max(n, 1), LARGEST, max(SMALLEST, power_of_two(mean)))

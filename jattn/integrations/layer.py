@@ -1,4 +1,4 @@
-"""One attention layer of a host that keeps a head's key and value next to each other."""
+"""One attention layer of a host that stores each head's key and value next to each other."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def attend(
     Args:
       query: [T, H, D'], with D' at most D.
       key, value: [T, K, D'].
-      kv_cache: [N, S, ..., D], donated by the host: pairs of a key and its value, one per KV head.
-      seq_lens: int32 [B]; anything past the sequences of this step.
+      kv_cache: [N, S, ..., D], donated by the host: one pair of key and value per KV head.
+      seq_lens: int32 [B]; entries past this step's sequences may be anything.
       block_tables: int32 [B, M] or [B * M].
-      query_start_loc: int32 [B + 1]; anything past the sequences of this step.
-      distribution: int32 [3]; the last one is the number of sequences of this step.
+      query_start_loc: int32 [B + 1]; entries past this step's sequences may be anything.
+      distribution: int32 [3]; the last number is how many sequences this step has.
       sinks: [H], or None.
-      write: whether key and value are new; if not, they are in the cache already, where another
+      write: whether to write key and value. False if they are in the cache already, where another
         layer has written them.
-      is_causal, sliding_window: of `jattn.paged_attention`; no window without a causal mask.
-      **options: of `jattn.paged_attention`: numbers, or None.
+      is_causal, sliding_window: as in `jattn.paged_attention`; a window needs a causal mask.
+      **options: other numbers of `jattn.paged_attention`, or None.
 
     Returns:
       `(out [T, H, D'], kv_cache)`.
 
     Raises:
-      ValueError: a window without a causal mask.
+      ValueError: if there is a window but no causal mask.
     """
     with checks.checking("attention of a layer") as problems:
         check_window(problems, sliding_window, is_causal, "is_causal")
@@ -78,14 +78,16 @@ def check_window(
     is_causal: bool,
     causal: str,
 ) -> None:
-    """Note a window without a causal mask: jattn's then hides keys before and after a query.
+    """Report a window without a causal mask.
+
+    jattn would then hide keys before and after a query; hosts hide only those before it.
 
     Args:
-      causal: the name of `is_causal`.
+      causal: the host's name for `is_causal`.
     """
     problems.require(
         is_causal or sliding_window is None,
         "sliding_window",
         f"{sliding_window} with {causal}=False",
-        "None: it would hide keys before a query, and none after it",
+        "None: without a causal mask jattn would also hide keys after a query",
     )

@@ -7,7 +7,7 @@ import os
 
 from jattn import checks
 
-# Set to 1 to try a version of a host that its integration was not tested with.
+# Set to 1 to try a host version that the integration was not tested with.
 ANY_VERSION = "JATTN_ANY_HOST_VERSION"
 
 
@@ -17,15 +17,15 @@ def installed(host: str) -> str:
 
 
 def is_taken(host: str, tested: str) -> bool:
-    """Whether a host has the version that jattn was tested with, or any is allowed."""
+    """Whether a host has the version that jattn was tested with, or any version is allowed."""
     return installed(host) == tested or os.environ.get(ANY_VERSION) == "1"
 
 
 def check(problems: checks.Problems, host: str, tested: str) -> None:
-    """Note a version of the host that is not taken."""
+    """Report a version of the host that is not taken."""
     problems.require(
         is_taken(host, tested),
         host,
         f"version {installed(host)}",
-        f"{tested}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
+        f"{tested}, which this jattn was tested with (set {ANY_VERSION}=1 to try another)",
     )
