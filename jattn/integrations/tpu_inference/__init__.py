@@ -3,12 +3,13 @@
     pip install 'jattn[vllm]'
     vllm serve MODEL --attention-backend jattn
 
-vLLM schedules, samples and serves; tpu-inference runs the model as one jitted step; jattn lays out
-the KV cache and attends to it. Nothing has to be imported: vLLM finds `register` by its entry
-point `vllm.general_plugins`. A layer's cache is one array `[N, S, K, 2, D]`, a key and its value
-next to each other, and the host splits its axis K over the devices of its mesh.
+vLLM schedules, samples and serves. tpu-inference, the host, runs the model as one jitted step.
+jattn lays out the KV cache and computes attention over it. No import is needed: vLLM finds
+`register` through the entry point `vllm.general_plugins`. A layer's cache is one array
+`[N, S, K, 2, D]`, each key next to its value. The host shards axis K over the devices of its mesh.
 
-What jattn or the host cannot do is refused while the engine starts, with the setting to change.
+The engine does not start with settings that jattn or the host cannot follow: an error names each
+setting and what it must be.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from jattn.integrations.versions import ANY_VERSION
 
 __all__ = ["ANY_VERSION", "TESTED", "cache_shape", "check", "enable_cpu", "register"]
 
-CHUNKED = "ChunkedLocalAttention"  # how vLLM's name of a backend with chunks begins
+CHUNKED = "ChunkedLocalAttention"  # how vLLM's name for a backend with chunks begins
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make `--attention-backend jattn` known to vLLM: its entry point `vllm.general_plugins`.
+    """Register `--attention-backend jattn` with vLLM (entry point `vllm.general_plugins`).
 
-    Does nothing where tpu-inference is not installed (vLLM on torch), and only logs where it has
-    no place for a backend. vLLM calls it in every process. On a machine without TPUs it also calls
-    `enable_cpu`. `VLLM_USE_V2_MODEL_RUNNER` becomes 0 where it is not set: with a GPU vLLM would
-    schedule for a runner that tpu-inference does not have.
+    vLLM calls it in every process. It does nothing if tpu-inference is not installed (vLLM on
+    torch), and only logs a warning if that version has no backends to register. On a machine
+    without TPUs it also calls `enable_cpu`. It sets `VLLM_USE_V2_MODEL_RUNNER` to 0 unless the
+    variable is set: with a GPU, vLLM would schedule for a runner that tpu-inference does not have.
     """
     if importlib.util.find_spec("tpu_inference") is None:
         return
@@ -71,7 +72,7 @@ def register() -> None:
         from tpu_inference.layers.common.attention_backend import register_attention_backend
     except ImportError:
         logger.warning(
-            "no --attention-backend jattn: tpu-inference %s takes no backends (%s does)",
+            "no --attention-backend jattn: tpu-inference %s cannot register backends (%s can)",
             versions.installed(HOST),
             TESTED,
         )
@@ -92,7 +93,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that vLLM finds by their paths, made when first asked for."""
+    """Create the classes that vLLM imports by path when they are first used."""
     if name == "VllmBackend":
         return _vllm_backend()
     if name == "Worker":
@@ -102,27 +103,27 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _vllm_backend() -> type[Any]:
-    """The attention backend, with each layer's part, that vLLM uses for models of torch."""
+    """Return vLLM's attention backend for torch models, with its implementation of a layer."""
     from tpu_inference.layers.vllm.backends import flash_attn
 
     class VllmImpl(flash_attn.PallasAttentionBackendImpl):
-        """One layer: the host's, but for the name of the backend, the soft cap and chunks."""
+        """The host's layer, except for the backend's name, the soft cap and chunks."""
 
         attention_backend = NAME
-        kind = ""  # of a layer with a mask of its own
+        kind = ""  # of a layer whose mask a metadata builder of vLLM makes
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self.attn_type != flash_attn.AttentionType.DECODER:
                 raise ValueError(
                     f"--attention-backend jattn: a layer has attention of type {self.attn_type}, "
-                    "which the host computes with a kernel for TPUs: leave the flag out"
+                    "which the host computes with a TPU kernel: leave the flag out"
                 )
             if self.kind and not self.kind.startswith(CHUNKED):
                 raise ValueError(
                     f"--attention-backend jattn: a layer has {self.kind}, whose mask vLLM makes "
-                    f"where tpu-inference {TESTED} never asks it to: serve the model by vLLM on "
-                    "torch"
+                    f"in a metadata builder that tpu-inference {TESTED} never calls: serve the "
+                    "model with vLLM on torch"
                 )
             self.attention_backend = _with_options(self.logits_soft_cap, None)
 
@@ -136,7 +137,7 @@ def _vllm_backend() -> type[Any]:
         impl: type[VllmImpl] = VllmImpl
 
         def __init_subclass__(cls) -> None:
-            """vLLM makes a class for layers whose mask it keeps in a builder, and names it."""
+            """Take the kind of layer from the class that vLLM derives and names after it."""
             name = cls.__name__.removesuffix(VllmBackend.__name__).strip("_")
             cls.impl = type(VllmImpl.__name__, (VllmImpl,), {"kind": name})
 
@@ -152,9 +153,9 @@ def _vllm_backend() -> type[Any]:
 
 
 def _with_options(soft_cap: float | None, chunk: int | None) -> str:
-    """The name of a registered backend of which every layer has these options.
+    """Register a backend whose layers have these options, and return its name.
 
-    The host passes the name to the jitted step and drops the options.
+    The host passes a layer's backend name on to the jitted step, but not its options.
     """
     from tpu_inference.layers.common.attention_backend import register_attention_backend
 
@@ -171,7 +172,7 @@ def _with_options(soft_cap: float | None, chunk: int | None) -> str:
 
 
 def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
-    """The host's `AttentionBackend`: made by its runner as it starts, and wherever it is traced.
+    """Return the host's `AttentionBackend`; called as its runner starts, and while it traces.
 
     Args:
       soft_cap, chunk: `logits_soft_cap` and `attention_chunk_size` of a torch model's layers, which
@@ -184,8 +185,8 @@ def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
     if config is not None:
         check(config)
         cpu.share_memory(config)
-    # The host's JAX models attend without naming a backend, in a cache that the named one has laid
-    # out (0.32.0): the one they fall back to has to be the same.
+    # The host's JAX models (0.32.0) attend with the default backend, although the selected backend
+    # laid out their cache. So make jattn's the default.
     attention_interface.RPAAttentionBackend = _backend_class()
     routing.enable()
     batches.enable()
@@ -194,7 +195,7 @@ def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
 
 @functools.cache
 def _backend_class() -> type[Any]:
-    """The cache's shape, and attention."""
+    """Return the host's backend class, with jattn's cache shape and attention."""
     from tpu_inference.layers.common import attention_backend
     from tpu_inference.layers.common.sharding import ShardingAxisName
 
@@ -225,7 +226,7 @@ def _backend_class() -> type[Any]:
             shared_md: Any,
             mesh: Mesh,
             *,
-            attention_chunk_size: int | None,  # a window, in spite of its name
+            attention_chunk_size: int | None,  # a window, despite its name
             attn_logits_soft_cap: float | None,
             sinks: jax.Array | None,
             update_kv_cache: bool,
@@ -233,7 +234,7 @@ def _backend_class() -> type[Any]:
             sm_scale: float,
             k_scale: float | None,
             v_scale: float | None,
-            **unused: Any,  # q_scale rounds the query for a product in fp8, which there is none of
+            **unused: Any,  # q_scale rounds queries for products in fp8; jattn has none
         ) -> tuple[jax.Array, jax.Array]:
             run = functools.partial(
                 attend,
@@ -266,11 +267,11 @@ def _on_mesh(
     tokens: str | Sequence[str],
     heads: str | Sequence[str],
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`integrations.layer.attend` of a mesh's devices, each with its tokens and heads.
+    """Run `integrations.layer.attend` on each device of a mesh, with its tokens and heads.
 
     Args:
-      run: `attend` with its options: of queries, keys, values, the cache, four arrays of the batch
-        and sinks.
+      run: `attend` with its options bound: a function of queries, keys, values, the cache, four
+        arrays of the batch, and sinks.
       mesh: the devices.
       tokens, heads: names of the mesh's axes.
     """
@@ -280,7 +281,7 @@ def _on_mesh(
     def attend_all(
         q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        # Fewer KV heads than devices: more than once.
+        # With fewer KV heads than devices, several devices get the same head.
         repeats = max(1, _devices(mesh, heads) // k.shape[1])
         on_devices = jax.shard_map(
             run, mesh=mesh, in_specs=in_specs, out_specs=(rows, pool), check_vma=False
@@ -291,7 +292,7 @@ def _on_mesh(
 
 
 def _linear_attention() -> Any:
-    """The host's kernel for gated delta nets, which needs a TPU, or XLA's operations."""
+    """Return the host's kernel for gated delta nets on a TPU, or XLA's operations elsewhere."""
     if jax.default_backend() == "tpu":
         from tpu_inference.layers.common.attention_backend import GDNLinearAttentionBackend
 
@@ -302,7 +303,7 @@ def _linear_attention() -> Any:
 def cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
-    """The shape of one layer's cache: keys and values side by side, `[N, S, K, 2, D]`.
+    """Return the shape of one layer's cache: `[N, S, K, 2, D]`, each key next to its value.
 
     Args:
       num_blocks, block_size, num_kv_heads, head_dim: N, S, K and D.

@@ -1,4 +1,4 @@
-"""Answers to tpu-inference's questions about TPUs, for machines without one."""
+"""Hooks that replace what tpu-inference does only on TPUs, for machines without one."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from jax.sharding import AxisType, Mesh
 from jattn.integrations.tpu_inference import drafts, encoders, experts, memory, transfers
 from jattn.integrations.tpu_inference.settings import VllmConfig
 
-REPLICAS = "jattn_replicas"  # of the host's sharding: how many `vllm serve` starts on this machine
-local_workers = 1  # processes of the host on this machine, each with devices of its own
+REPLICAS = "jattn_replicas"  # in the host's sharding: replicas that `vllm serve` starts here
+local_workers = 1  # processes of the host on this machine, each with its own devices
 
 
 def enable_cpu() -> None:
-    """Let tpu-inference start on CPUs, and on GPUs: answer what it asks of a TPU.
+    """Make tpu-inference run on CPUs and GPUs by replacing functions that assume a TPU.
 
-    `register` does so where no TPU is found; before it, nothing of the host's runner may have been
-    imported. Each hook takes the place of a function of tpu-inference:
+    `register` calls this if it finds no TPU. Call it before anything imports the host's runner.
+    Each hook replaces a function of tpu-inference:
 
-    - `utils.make_optimized_mesh` sorts devices by their coordinates, which only TPUs have: they
-      stay in JAX's order.
-    - `utils.hbm_usage_bytes` reads how much memory a device has, which CPUs do not say: half of
-      what the machine, or the container, has left is taken for it, shared by the devices of all
-      workers on the machine.
-    - `utils.general_device_put` sends a step's integers from a NumPy array that the next step
-      overwrites, and which JAX on CPUs may read in place: it sends a copy.
-    - `utils.get_device_name` raises without a TPU; only tables of tile sizes read it.
-    - `tpu_info.get_num_cores_per_chip` asks Google's cloud for the kind of TPU, and raises
-      elsewhere; `get_num_chips` counts other accelerators' files, too. They choose the chips that a
-      pipeline's stage or a replica sees: one core, and no chips.
-    - `models.common.compiler_options`: options of XLA's TPU compiler, which others refuse: none.
-    - `layers.vllm.quantization.unquantized.t2j` hands a weight of a torch model to JAX, which on
-      CPUs may keep the very memory that the host frees next (and torch then refuses to free
-      float32 and float16): it hands over a copy.
-    - `TpuPlatform.check_and_update_config` names the worker; with `TPU_MULTIHOST_BACKEND=ray` it is
-      one that brings JAX's processes together, as libtpu does on TPUs. The number of replicas on
-      this machine is noted, which share its memory.
+    - `utils.make_optimized_mesh` sorts devices by coordinates, which only TPUs have. The hook keeps
+      JAX's order.
+    - `utils.hbm_usage_bytes` reads how much memory a device has, which CPUs do not report. The hook
+      reports half of the memory that the machine, or the container, has left, shared by the devices
+      of all workers on the machine.
+    - `utils.general_device_put` sends a step's integers from a NumPy array that the host overwrites
+      for the next step, but JAX on CPUs may still be reading that array. The hook sends a copy.
+    - `utils.get_device_name` raises without a TPU. The hook returns JAX's name for the device: only
+      tables of tile sizes use it.
+    - `tpu_info.get_num_cores_per_chip` asks Google's cloud for the type of TPU, and raises
+      elsewhere; `get_num_chips` also counts the device files of other accelerators. The host
+      assigns chips to pipeline stages and replicas by them. The hooks return one core and no chips.
+    - `models.common.compiler_options` returns options of XLA's TPU compiler, which other compilers
+      reject. The hook returns none.
+    - `layers.vllm.quantization.unquantized.t2j` hands a torch model's weight to JAX, which on CPUs
+      may keep using the memory that the host frees next (and torch then refuses to free float32
+      and float16). The hook hands over a copy.
+    - `TpuPlatform.check_and_update_config` selects the worker class. With
+      `TPU_MULTIHOST_BACKEND=ray` the hook selects one that starts JAX's distributed runtime, as
+      libtpu does on TPUs. It also records how many replicas share this machine's memory.
     - `distributed.utils.get_device_topology_order_id` sorts processes by the coordinates of their
-      TPUs: they stay in JAX's order.
-    - `layers.common.utils.cpu_mesh` takes the first of all CPUs, which on TPUs is this process's:
-      it takes the first of this process.
-    - `distributed.kv_transfer` puts blocks that another server sends into the caches by a kernel
-      for TPUs, and vLLM after the step that reads them: XLA does, and before it, by
-      `jattn.integrations.tpu_inference.transfers`.
-    - `layers.common.fused_moe_gmm` runs experts with TPU kernels: XLA runs them, by
-      `jattn.integrations.tpu_inference.experts`.
-    - `layers.common.attention_interface` and the host's table of torch's functions run encoders
-      with TPU kernels: XLA runs them, by `jattn.integrations.tpu_inference.encoders`.
-    - `spec_decode.jax.eagle3` and `dflash` jit what drafts tokens with options of XLA's TPU
-      compiler: without any, by `jattn.integrations.tpu_inference.drafts`.
+      TPUs. The hook keeps JAX's order.
+    - `layers.common.utils.cpu_mesh` uses the first of all CPU devices, which next to TPUs is always
+      this process's. The hook uses the first one of this process.
+    - `distributed.kv_transfer` writes blocks from another server into the caches with a TPU kernel,
+      and vLLM starts that after the step that reads them. With the hooks of
+      `jattn.integrations.tpu_inference.transfers`, XLA writes them before that step.
+    - `layers.common.fused_moe_gmm` runs experts with TPU kernels. XLA runs them instead
+      (`jattn.integrations.tpu_inference.experts`).
+    - `layers.common.attention_interface` and the host's table of torch functions run encoders with
+      TPU kernels. XLA runs them instead (`jattn.integrations.tpu_inference.encoders`).
+    - `spec_decode.jax.eagle3` and `dflash` jit the functions that draft tokens with options of
+      XLA's TPU compiler. The hooks jit them without (`jattn.integrations.tpu_inference.drafts`).
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -89,7 +91,7 @@ def enable_cpu() -> None:
 def _mesh(
     axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh of devices in JAX's order."""
+    """Return a mesh of devices in JAX's order."""
     chosen = np.array(jax.devices() if devices is None else devices)
     kinds = (AxisType.Auto,) * len(axis_shapes)
     return Mesh(chosen.reshape(axis_shapes), axis_names, axis_types=kinds)
@@ -97,12 +99,12 @@ def _mesh(
 
 @functools.cache
 def _cpu_mesh() -> Mesh:
-    """The mesh on which weights are loaded: one CPU of this process."""
+    """Return the mesh that weights are loaded on: one CPU device of this process."""
     return Mesh(jax.local_devices(backend="cpu")[:1], ("cpu",))
 
 
 def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, given copies of the NumPy arrays or torch tensors in its first argument."""
+    """Make `function` receive copies of the NumPy arrays or torch tensors in its first argument."""
 
     def copy(x: Any) -> Any:
         if isinstance(x, jax.Array):
@@ -117,9 +119,9 @@ def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_worker(check_and_update_config: Callable[[Any], None]) -> Any:
-    """The platform's method, and then the worker for several processes.
+    """Wrap the platform's method to record the number of replicas and select a worker for Ray.
 
-    Each replica's process has a configuration of one: how many there are is noted before.
+    The number is known only here, before each replica's process has a configuration of one.
     """
 
     def update(cls: type[Any], config: Any) -> None:
@@ -145,7 +147,7 @@ def _process_index(local_devices: Sequence[Any], global_devices: Sequence[Any]) 
 
 
 def _memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
-    """Bytes used and bytes there, of each device; other processes' are taken to be as ours."""
+    """Return each device's used and total bytes; devices of other processes count as ours do."""
     ours = [device.process_index == jax.process_index() for device in devices]
     if all(device.platform == "cpu" for device in devices):
         return [(0, memory.available() // 2 // local_workers // sum(ours))] * len(ours)
@@ -156,10 +158,7 @@ def _memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def share_memory(config: VllmConfig) -> None:
-    """Say how many workers of the host share this machine: with Ray one, else one per stage.
-
-    So many for each replica.
-    """
+    """Set how many workers share this machine: per replica one per stage, or with Ray one."""
     global local_workers
     is_ray = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray"
     stages = 1 if is_ray else config.parallel_config.pipeline_parallel_size
@@ -167,13 +166,13 @@ def share_memory(config: VllmConfig) -> None:
 
 
 def _device_name(num_devices: int | None = None) -> str:
-    """A name that no table of tile sizes has."""
+    """Return JAX's name for the device, which no table of tile sizes lists."""
     name = jax.devices()[0].device_kind
     return name if num_devices is None else f"{name}-{num_devices}"
 
 
 def without_tpus() -> bool:
-    """Whether JAX is told to use others here, or the machine has none and no proxy to some."""
+    """Whether JAX is told to use other devices, or the machine has no TPUs and no proxy to any."""
     from tpu_inference import envs, tpu_info
 
     named = set(filter(None, envs.JAX_PLATFORMS.split(",")))
