@@ -35,8 +35,8 @@ REFUSED = {
     ),
     "data of attention": (
         {"total_dp_size": 4},
-        "enable_dp_attention of --additional_config: true, with 4 devices that attend to requests "
-        "of their own, but must be left out, or with fewer devices, on a cpu",
+        "enable_dp_attention of --additional_config: true, which has 4 devices attend to different "
+        "requests, but must be left out, or given with fewer devices, on a cpu",
     ),
     "latents in pages that are padded": (
         {"use_mla": True, "block_size": 48},
@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "a vocabulary that devices cannot share": (
         {"tensor_parallel_size": 2, "vocabulary": 97, "architectures": ["LlamaForCausalLM"]},
-        "--tensor-parallel-size: 2, but must be one that divides 97, the model's vocabulary",
+        "--tensor-parallel-size: 2, but must be a divisor of 97, the model's vocabulary",
     ),
     "latents on two devices, by a strategy": (
         {"use_mla": True, "tp_size": 2},
@@ -113,7 +113,7 @@ REFUSED = {
             "supports_multimodal_inputs": True,
             "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
         },
-        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each: Ernie4_5_VL",
+        "--limit-mm-per-prompt: not 0 for every modality, but must be 0 for each: Ernie4_5_VL",
     ),
     "windows after a prefix": (
         {"rswa_window": 128},
@@ -121,7 +121,7 @@ REFUSED = {
     ),
     "images whose tokens see each other": (
         {"is_multimodal_model": True, "is_mm_prefix_lm": True},
-        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each",
+        "--limit-mm-per-prompt: not 0 for every modality, but must be 0 for each: tokens of",
     ),
     "drafts": (
         {
@@ -176,7 +176,7 @@ REFUSED = {
     ),
     "requests that are sent again": (
         {"use_v2_model_runner": True},
-        "VLLM_USE_V2_MODEL_RUNNER: 0, but must be 0: vLLM's scheduler would send a request",
+        "VLLM_USE_V2_MODEL_RUNNER: 0, but must be 0: vLLM's scheduler would resend a",
     ),
     "images with drafts": (
         {
@@ -184,7 +184,7 @@ REFUSED = {
             "supports_multimodal_inputs": True,
             "speculative_config": SimpleNamespace(method="ngram"),
         },
-        "--speculative-config: given, but must be left out for a model of more than text",
+        "--speculative-config: given, but must be left out for a multimodal model, or given",
     ),
     "chunks of two kinds": (
         {"dual_chunk_attention_config": {"chunk_size": 262144}},
@@ -197,11 +197,11 @@ REFUSED = {
     ),
     "caches elsewhere": (
         {"kv_offloading_size": 4.0},
-        "--kv-offloading-size: 4.0, but must be left out: the host moves no blocks elsewhere",
+        "--kv-offloading-size: 4.0, but must be left out: the host does not offload blocks",
     ),
     "marks in a text": (
         {"watermark_config": "gumbel", "use_v2_model_runner": True},
-        "--watermark-config: gumbel, but must be left out: the host would mark no text",
+        "--watermark-config: gumbel, but must be left out: the host adds no watermark",
     ),
     "masks of samples": (
         {"return_sampling_mask": True},
@@ -238,7 +238,7 @@ REFUSED = {
             "is_multimodal_model": True,
             "supports_multimodal_inputs": True,
         },
-        "--pipeline-parallel-size: 2, but must be 1 for a model of more than text, or given with",
+        "--pipeline-parallel-size: 2, but must be 1 for a multimodal model, or given with",
     ),
     "embeddings per layer in stages": (
         {

@@ -30,7 +30,7 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
     ),
     "those of the prompt, with images": (
         {"prompt_logprobs": 2}, {"is_multimodal_model": True},
-        "prompt_logprobs: 2, but must be left out for a model of more than text",
+        "prompt_logprobs: 2, but must be left out for a multimodal model",
     ),
     "log-probabilities of no tokens": ({"logprobs": 0}, {}, "logprobs: 0, but must be at least 1"),
     "log-probabilities of all tokens": (
@@ -71,7 +71,7 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
     ),
     "a prompt read elsewhere, without saying where": (
         {"extra_args": {"kv_transfer_params": {"uuid": 5}}}, {"kv_transfer_config": CONSUMER},
-        "kv_transfer_params: dict {'uuid': 5}, but must be those of the answer of a server",
+        "kv_transfer_params: dict {'uuid': 5}, but must be those that the prefill server",
     ),
     "a budget": (
         {"thinking_token_budget": 9}, {},

@@ -1,6 +1,6 @@
-"""Settings of vLLM that jattn or tpu-inference cannot follow, refused as an engine starts.
+"""Refuse vLLM settings that jattn or tpu-inference cannot follow, as an engine starts.
 
-Each setting is named as its user gives it, with what it has to be.
+An error names each setting as its user gives it, and what it must be.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
 NAME = "jattn"
 HOST = "tpu-inference"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
-ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has in bfloat16
-STEP = "MIN_TOKEN_BUCKET"  # the host's variable: it pads a step to a multiple of so many tokens
-VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
-DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
-EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: after how many steps
+ONLINE = "OnlineQuantizationConfig"  # vLLM's: quantizes a bfloat16 checkpoint as it is loaded
+STEP = "MIN_TOKEN_BUCKET"  # the host's variable: it pads a step to a multiple of this many tokens
+VOCABULARY = 64  # vLLM pads a vocabulary to a multiple of this many tokens
+DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with gated delta nets begin
+EOS_INTERVAL = "CONTINUE_DECODE_EOS_CHECK_INTERVAL"  # the host's: in steps
 NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's: whether its scheduler is for a newer runner
 FRONTEND = "VLLM_USE_RUST_FRONTEND"  # vLLM's: whether a server's requests skip Python
-PACKING = "MLA_KV_PACKING_SIZE"  # the host's variable: latents of so many tokens lie together
+PACKING = "MLA_KV_PACKING_SIZE"  # the host's: the latents of this many tokens lie together
 WITHOUT_CHUNKS = """--hf-overrides '{"dual_chunk_attention_config": null}'"""
-LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes of log-probabilities that it has
-# Torch models that leave the finer features of an image in themselves for the step that follows,
-# which was traced before: the host computes with those of another step, or ends.
+LOGPROBS = ("raw_logprobs", "processed_logprobs")  # modes that the host has
+# Torch models that keep the finer features of an image in a module for the step that follows. That
+# step was traced earlier, so the host computes with the features of another step, or crashes.
 KEEPING_IMAGES = (
     *("CohereCompassForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration"),
     *("Granite4VisionForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
 )
-# What layers take from the first stage, or from others (Gemma 4 E2B and E4B).
+# Settings of models whose layers need data of the first or another stage (Gemma 4 E2B and E4B).
 SHARED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 EMBEDDED = "Gemma3nForConditionalGeneration"  # takes embeddings only; the host gives it tokens
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def check(config: VllmConfig) -> None:
-    """Raise if a vLLM configuration asks for what jattn or the host cannot do.
+    """Raise if a vLLM configuration asks for something that jattn or the host cannot do.
 
     Args:
       config: `vllm.config.VllmConfig`.
 
     Raises:
-      ValueError: every such setting, with what it has to be.
+      ValueError: names every such setting and what it must be.
     """
     platform = jax.default_backend()
     with checks.checking(f"--attention-backend {NAME}") as problems:
@@ -67,7 +67,7 @@ def check(config: VllmConfig) -> None:
 
 
 def _implementation(config: VllmConfig) -> str:
-    """ "flax_nnx" or "vllm", which the host falls back to where it has no JAX model."""
+    """Return "flax_nnx", or "vllm", which the host falls back to if it has no JAX model."""
     from tpu_inference.models.common import model_loader
 
     asked: str = model_loader.resolve_model_impl_type(config)
@@ -80,7 +80,7 @@ def _implementation(config: VllmConfig) -> str:
 
 
 def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
-    """No context parallelism, and replicas on TPUs only."""
+    """Report context parallelism, and replicas without TPUs."""
     parallel = config.parallel_config
     for phase in ("decode", "prefill"):
         ranks = getattr(parallel, f"{phase}_context_parallel_size")
@@ -90,29 +90,29 @@ def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str)
             str(ranks),
             "1: use --tensor-parallel-size",
         )
-    # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
+    # In one process the host counts replicas in its own sharding, and sets vLLM's number to 1.
     sharding = config.sharding_config
     whole = sharding.model_dp_size
     of_attention = sharding.total_dp_size // whole
     problems.require(
         of_attention == 1 or platform == "tpu",
         "enable_dp_attention of --additional_config",
-        f"true, with {of_attention} devices that attend to requests of their own",
-        f"left out, or with fewer devices, on a {platform}, where the host's schedulers for them "
-        "do not answer",
+        f"true, which has {of_attention} devices attend to different requests",
+        f"left out, or given with fewer devices, on a {platform}, where the host's schedulers for "
+        "them do not respond",
     )
     replicas = max(parallel.data_parallel_size, whole)
     problems.require(
         replicas == 1 or platform == "tpu",
         "--data-parallel-size",
         str(replicas),
-        f"1 on a {platform} in one process and with experts: `vllm serve` starts one for each "
-        "replica of other models",
+        f"1 on a {platform} in one process, or with experts: for other models `vllm serve` starts "
+        "a process for each replica",
     )
 
 
 def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
-    """The cache's dtype, and pages of latents: whole, with tokens first."""
+    """Report unsupported cache dtypes and layouts, and MLA on several devices."""
     dtype, use_mla = config.cache_config.cache_dtype, config.model_config.use_mla
     problems.require(
         dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
@@ -122,41 +122,41 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
         not others,
         "--kv-cache-dtype-skip-layers",
         " ".join(others),
-        "left out: the host's caches all have one dtype",
+        "left out: the host gives all caches the same dtype",
     )
     setting, devices = _devices_of_heads(config)
     problems.require(
         not use_mla or devices == 1,
         setting,
         str(devices),
-        "1 for a model with MLA layers, whose scales the host cannot split; "
-        "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
+        "1 for a model with MLA layers, because the host cannot shard their scales; more are "
+        "possible with VLLM_MLA_DISABLE=1, which caches whole keys and values",
     )
     block, packing = config.cache_config.block_size, int(os.environ.get(PACKING, "32"))
     problems.require(
         not use_mla or block % packing == 0,
         "--block-size",
         str(block),
-        f"a multiple of {packing} ({PACKING}) for a model with MLA layers: the host makes its "
-        "pages longer, and shares them as if they were not",
+        f"a multiple of {packing} ({PACKING}) for a model with MLA layers: the host pads its "
+        "pages to one, but vLLM counts them without the padding",
     )
     transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
     problems.require(
         not use_mla or is_off(transposed),
         "MLA_TRANSPOSE_KV_CACHE",
         transposed,
-        "0: pages with their tokens last would be copied to be read",
+        "0: jattn would have to copy pages with their tokens last to read them",
     )
 
 
 def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
-    """Steps as the host counts them: several tokens in one only where it counts right."""
+    """Report ways to schedule steps in which the host or vLLM would lose track of tokens."""
     problems.require(
         not config.use_v2_model_runner or config.watermark_config is not None,
         NEWER_RUNNER,
         os.environ.get(NEWER_RUNNER, "left out"),
-        "0: vLLM's scheduler would send a request that was preempted as a new one, and the host "
-        "start its answer again",
+        "0: vLLM's scheduler would resend a preempted request as a new one, and the host would "
+        "start its output again",
     )
     ahead = config.scheduler_config.async_scheduling
     problems.require(
@@ -164,14 +164,14 @@ def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
         "--async-scheduling",
         "on",
         "off (--no-async-scheduling) with --pipeline-parallel-size: the first stages wait for "
-        "tokens that vLLM then does not send, and end",
+        "tokens that vLLM then does not send, and crash",
     )
     problems.require(
         not ahead or config.model_config.runner_type != "pooling",
         "--async-scheduling",
         "on",
-        "off (--no-async-scheduling) with --runner pooling: the host changes whose embeddings it "
-        "returned while vLLM reads them",
+        "off (--no-async-scheduling) with --runner pooling: the host changes which requests the "
+        "embeddings that it returned belong to, while vLLM reads them",
     )
     if not config.additional_config.get("enable_continue_decode"):
         return
@@ -180,28 +180,28 @@ def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
         not config.scheduler_config.async_scheduling,
         setting,
         "true",
-        "left out, or given with --no-async-scheduling: the host then loses count of the tokens "
-        "that it has decoded, and answers with wrong ones",
+        "left out, or given with --no-async-scheduling: the host otherwise loses count of the "
+        "tokens that it has decoded, and returns wrong ones",
     )
     kinds = sorted(set(getattr(config.model_config.hf_text_config, "layer_types", None) or ()))
     problems.require(
         len(kinds) < 2,
         setting,
         f"true, for layers of {' and '.join(kinds)}",
-        "left out: the host then ends with the first request, whose caches are in several groups",
+        "left out: the host crashes on the first request if caches are in several groups",
     )
     interval = os.environ.get(EOS_INTERVAL) or "1"
     problems.require(
         interval == "1",
         EOS_INTERVAL,
         interval,
-        "1: the host overwrites the last key of an answer that ended before, and other requests "
-        "may share it",
+        "1: the host otherwise overwrites the last key of an output that ended earlier, and other "
+        "requests may share that key",
     )
 
 
 def _check_shards(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """As many tokens of the vocabulary for each device, and a KV head where it has to be one."""
+    """Report numbers of devices over which the host cannot split the vocabulary or KV heads."""
     model = config.model_config
     kv_heads, (setting, devices) = model.get_total_num_kv_heads(), _devices_of_heads(config)
     vocabulary = model.get_vocab_size()
@@ -209,20 +209,20 @@ def _check_shards(problems: checks.Problems, config: VllmConfig, implementation:
         vocabulary % devices == 0 or model.runner_type == "pooling",  # which has no logits
         setting,
         str(devices),
-        f"one that divides {vocabulary}, the model's vocabulary: the host samples tokens past it, "
-        "or ends with the first request",
+        f"a divisor of {vocabulary}, the model's vocabulary: the host otherwise samples tokens "
+        "past its end, or crashes on the first request",
     )
     problems.require(
         implementation == "vllm" or model.use_mla or devices <= kv_heads,
         setting,
         str(devices),
-        f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
-        "models load no weights for more devices",
+        f"at most the model's {kv_heads} KV heads, or given with MODEL_IMPL_TYPE=vllm: the host's "
+        "JAX models load no weights for more devices",
     )
 
 
 def _devices_of_heads(config: VllmConfig) -> tuple[str, int]:
-    """Over how many devices heads are split, and the setting that says so."""
+    """Return the setting that splits heads over devices, and the number of devices."""
     by_flag = config.parallel_config.tensor_parallel_size
     sharding = config.sharding_config
     by_strategy = sharding.tp_size * sharding.expert_size
@@ -232,7 +232,7 @@ def _devices_of_heads(config: VllmConfig) -> tuple[str, int]:
 
 
 def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
-    """No kernel for TPUs is asked for elsewhere."""
+    """Report settings that select TPU kernels on other devices."""
     kernels = experts.KERNELS if config.model_config.get_num_experts() else ()
     for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
         value = os.environ.get(setting, "0")
@@ -240,12 +240,12 @@ def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str)
             platform == "tpu" or is_off(value),
             setting,
             value,
-            f"0 on a {platform}: it asks for a kernel for TPUs",
+            f"0 on a {platform}: it selects a TPU kernel",
         )
 
 
 def _check_model(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """No layers that the host computes otherwise than jattn or vLLM would, or not at all."""
+    """Report models that the host does not compute, or not as vLLM or jattn would."""
     model = config.model_config
     names = ", ".join(model.architectures or ())
     kind = getattr(model.hf_text_config, "model_type", "")
@@ -254,85 +254,86 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         not model.is_hybrid or has_delta_nets,
         "--model",
         names,
-        "one whose recurrent layers are Qwen's gated delta nets: the host computes no others",
+        "one whose recurrent layers are Qwen's gated delta nets: the host implements no others",
     )
     problems.require(
         not model.is_attention_free,
         "--model",
         names,
-        "one with attention: the host computes no recurrent layers but Qwen's gated delta nets",
+        "one with attention layers: the host implements no recurrent layers other than Qwen's "
+        "gated delta nets",
     )
     problems.require(
         getattr(model.hf_text_config, "index_topk", None) is None,
         "--model",
         f"{names} with index_topk",
-        "one whose queries attend to all keys: for others the host has kernels for TPUs, or none",
+        "one whose queries attend to all keys: for others the host has only TPU kernels, or none",
     )
     problems.require(
         EMBEDDED not in (model.architectures or ()),
         "--model",
         names,
-        "another one: the host gives it tokens for a text, and it takes embeddings only",
+        "another one: it takes only embeddings, and the host passes it the tokens of a text",
     )
     keeping = ", ".join(name for name in model.architectures or () if name in KEEPING_IMAGES)
     problems.require(
         not keeping or not model.supports_multimodal_inputs,
         "--limit-mm-per-prompt",
-        "not 0 for all kinds of input",
-        f"0 for each: {keeping} keeps features of images from one call to the next, and the host "
-        "compiles those of one step into all",
+        "not 0 for every modality",
+        f"0 for each: {keeping} keeps image features from one call to the next, and the host "
+        "compiles those of one step into all steps",
     )
     problems.require(
         not (config.speculative_config and model.is_hybrid and has_delta_nets),
         "--speculative-config",
         "given",
-        "left out for a model with recurrent states: the host keeps rejected drafts in them",
+        "left out for a model with recurrent states: the host leaves rejected draft tokens in them",
     )
     problems.require(
         not (config.speculative_config and model.supports_multimodal_inputs),
         "--speculative-config",
         "given",
-        "left out for a model of more than text, or given with --limit-mm-per-prompt 0 for all "
-        "kinds of input: the host ends with the first image",
+        "left out for a multimodal model, or given with --limit-mm-per-prompt 0 for every "
+        "modality: the host crashes on the first image",
     )
     problems.require(
         getattr(model.hf_text_config, "dual_chunk_attention_config", None) is None,
         "--model",
         f"{names} with dual_chunk_attention_config",
-        f"one without it ({WITHOUT_CHUNKS}): neither jattn nor the host attends in such chunks",
+        f"one without it ({WITHOUT_CHUNKS}): neither jattn nor the host implements such chunks",
     )
     window = getattr(model.hf_config, "rswa_window", None)
     problems.require(
         window is None,
         "--model",
         f"{names} with rswa_window={window}",
-        "one without such windows: the host computes full attention for them",
+        "one without such windows: the host would compute full attention instead",
     )
     problems.require(
         not (model.is_multimodal_model and model.is_mm_prefix_lm),
         "--limit-mm-per-prompt",
-        "not 0 for all kinds of input",
-        f"0 for each: tokens of an image see each other in {names}, and the host has each see "
-        "those before it only",
+        "not 0 for every modality",
+        f"0 for each: tokens of an image see each other in {names}, but the host computes causal "
+        "attention for them",
     )
 
 
 def _check_stages(problems: checks.Problems, config: VllmConfig) -> None:
-    """No stages of layers where each of them would do what only one of them can."""
+    """Report pipeline stages for models or features that the host supports in a single stage."""
     stages, setting = config.parallel_config.pipeline_parallel_size, "--pipeline-parallel-size"
     problems.require(
         stages == 1 or config.speculative_config is None,
         setting,
         str(stages),
-        "1 with --speculative-config: the host checks drafts in the last stage, and asks the "
-        "others for them, too",
+        "1 with --speculative-config: the host verifies draft tokens in the last stage, but asks "
+        "every stage for them",
     )
     problems.require(
         stages == 1 or not config.model_config.supports_multimodal_inputs,
         setting,
         str(stages),
-        "1 for a model of more than text, or given with --limit-mm-per-prompt 0 for all kinds of "
-        "input: the host runs the encoder in each stage",
+        "1 for a multimodal model, or given with --limit-mm-per-prompt 0 for every modality: the "
+        "host would run the encoder in each stage",
     )
     text = config.model_config.hf_text_config
     shared = [field for field in SHARED if getattr(text, field, None)]
@@ -340,13 +341,13 @@ def _check_stages(problems: checks.Problems, config: VllmConfig) -> None:
         stages == 1 or not shared,
         setting,
         str(stages),
-        f"1 for a model with {' and '.join(shared)}: the host gives later stages no embeddings of "
-        "the first one, and no keys",
+        f"1 for a model with {' and '.join(shared)}: the host passes neither embeddings of the "
+        "first stage nor shared keys on to later stages",
     )
 
 
 def _check_adapters(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """LoRA adapters only of layers, and for a vocabulary, that the host adds them to."""
+    """Report LoRA adapters for models, layers and steps that the host cannot apply them to."""
     adapters, model = config.lora_config, config.model_config
     if adapters is None:
         return
@@ -355,22 +356,23 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         implementation == "vllm",
         "MODEL_IMPL_TYPE",
         os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm with --enable-lora: the host's JAX model of {names} takes no adapters",
+        f"vllm with --enable-lora: the host's JAX model of {names} does not support adapters",
     )
     vocabulary = model.get_vocab_size()
     problems.require(
         vocabulary % VOCABULARY == 0,
         "--enable-lora",
         f"given, for a vocabulary of {vocabulary} tokens",
-        f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
+        f"left out: the host applies adapters only to logits of a multiple of {VOCABULARY} tokens",
     )
     budget, step = config.scheduler_config.max_num_batched_tokens, int(os.environ.get(STEP) or "16")
     problems.require(
         budget % step == 0,
         "--max-num-batched-tokens",
         str(budget),
-        f"a multiple of {step} ({STEP}) with --enable-lora: the host pads a step to one, and has "
-        "adapters for no more tokens (vLLM lowers it to --max-num-seqs times --max-model-len)",
+        f"a multiple of {step} ({STEP}) with --enable-lora: the host pads steps to one, but has "
+        "room for adapters of only this many tokens (vLLM lowers the setting to --max-num-seqs "
+        "times --max-model-len)",
     )
     targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH") or None
     problems.require(
@@ -379,25 +381,26 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         or (targets is not None and not any("experts" in name for name in targets)),
         "--lora-target-modules",
         "left out" if targets is None else " ".join(targets),
-        f"names of layers other than experts (q_proj v_proj) for {names}: the host's experts take "
-        "no adapters",
+        f"names of layers other than experts (q_proj v_proj) for {names}: the host's experts do "
+        "not support adapters",
     )
     problems.require(
         not model.get_num_experts() or not by_variable,
         "LORA_MODULE_PATH",
         str(by_variable),
-        f"left out for {names}, with --lora-target-modules: the host's experts take no adapters",
+        f"left out for {names} in favor of --lora-target-modules: the host's experts do not "
+        "support adapters",
     )
 
 
 def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
-    """Nothing that vLLM takes and the host has no code for."""
+    """Report settings that vLLM accepts and the host does not implement."""
     model = config.model_config
     problems.require(
         not model.enable_prompt_embeds,
         "--enable-prompt-embeds",
         "given",
-        "left out: the host takes prompts of tokens only, and a request without them ends it",
+        "left out: the host takes only prompts of tokens, and crashes on a request without them",
     )
     problems.require(
         not model.logits_processors,
@@ -409,7 +412,7 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         not config.cache_config.kv_sharing_fast_prefill,
         "--kv-sharing-fast-prefill",
         "given",
-        "left out: the host makes no metadata for layers that skip a prompt, and ends",
+        "left out: the host makes no metadata for layers that skip a prompt, and crashes",
     )
     problems.require(
         model.logprobs_mode in LOGPROBS,
@@ -421,26 +424,26 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         (
             "--kv-cache-memory-bytes",
             config.cache_config.kv_cache_memory_bytes,
-            "the host divides memory by --gpu-memory-utilization and --num-gpu-blocks-override",
+            "the host sizes caches by --gpu-memory-utilization and --num-gpu-blocks-override",
         ),
         (
             "--kv-offloading-size",
             config.cache_config.kv_offloading_size,
-            "the host moves no blocks elsewhere",
+            "the host does not offload blocks",
         ),
         (
             "--ec-transfer-config",
             config.ec_transfer_config,
-            "the host takes no embeddings of images from elsewhere",
+            "the host receives no image embeddings from other processes",
         ),
         (
             "--weight-transfer-config",
             config.weight_transfer_config,
-            "the host changes no weights, and says that it did",
+            "the host changes no weights, but reports that it did",
         ),
-        ("--watermark-config", config.watermark_config, "the host would mark no text"),
+        ("--watermark-config", config.watermark_config, "the host adds no watermark"),
         ("--return-sampling-mask", model.return_sampling_mask or None, "the host returns none"),
-        ("--enable-trace-replay", model.enable_trace_replay or None, "the host has no code for it"),
+        ("--enable-trace-replay", model.enable_trace_replay or None, "the host cannot do it"),
     ):
         problems.require(given is None, flag, str(given), f"left out: {why}")
     frontend = os.environ.get(FRONTEND, "0")
@@ -448,20 +451,20 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         is_off(frontend),
         FRONTEND,
         frontend,
-        "0: requests that the host cannot follow are refused in vLLM's other frontend only",
+        "0: requests that the host cannot follow are refused only in vLLM's Python frontend",
     )
     vocabulary = model.get_vocab_size()
     problems.require(
         0 <= model.max_logprobs <= vocabulary,
         "--max-logprobs",
         str(model.max_logprobs),
-        f"from 0 to {vocabulary}, the model's vocabulary: the host looks for so many tokens in "
+        f"from 0 to {vocabulary}, the model's vocabulary: the host selects this many tokens in "
         "each step",
     )
     problems.require(
         type(config.quant_config).__name__ != ONLINE,
         "--quantization",
         str(model.quantization),
-        "left out, with a checkpoint that is quantized where that is wanted: the host quantizes "
-        "no weights as it loads them",
+        "left out, or replaced by a quantized checkpoint: the host does not quantize weights as it "
+        "loads them",
     )

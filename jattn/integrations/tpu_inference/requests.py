@@ -1,7 +1,7 @@
-"""Requests that tpu-inference would end its engine with, or answer otherwise than vLLM.
+"""Refuse requests that would crash tpu-inference's engine, or that it would serve unlike vLLM.
 
-They are refused where vLLM validates a request, in the server's process: that one gets an error
-(HTTP 400), and the engine lives on.
+The checks run where vLLM validates a request, in the server's process: only that request gets an
+error (HTTP 400), and the engine keeps running.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jattn.integrations.tpu_inference.settings import EngineRequest, SamplingPar
 
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 GREEDY = 1e-5  # below this temperature vLLM does not sample
-# A server takes these from the model's generation_config.json where a request has none.
+# If a request does not set these, a server takes them from the model's generation_config.json.
 SET_ELSEWHERE = " (--generation-config vllm, if the request did not set it)"
 CONNECTORS = ("TPUConnector", "TPUConnectorHMA")
-PULLED = ("uuid", "remote_block_ids", "remote_host", "remote_port")  # of a prompt read elsewhere
+PULLED = ("uuid", "remote_block_ids", "remote_host", "remote_port")  # to fetch a prompt's blocks
 
 
 def enable(name: str) -> None:
-    """Check the requests of engines whose backend is `name` as vLLM validates them.
+    """Make vLLM run these checks when it validates a request to an engine whose backend is `name`.
 
     Args:
       name: of the registered backend.
@@ -44,7 +44,7 @@ def enable(name: str) -> None:
             return
         try:
             check_one(given, config, name)
-        except ValueError as error:  # for which a server would answer 500, and not say why
+        except ValueError as error:  # a server would return a bare 500 for it
             raise VLLMValidationError(str(error)) from None
 
     @functools.wraps(validate)
@@ -65,15 +65,15 @@ def enable(name: str) -> None:
 
 
 def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
-    """Raise if a request asks for what tpu-inference does not do.
+    """Raise if a request asks for something that tpu-inference does not do.
 
     Args:
       params: `vllm.SamplingParams`.
-      config: `vllm.config.VllmConfig` of the engine that is asked.
+      config: `vllm.config.VllmConfig` of the request's engine.
       name: of the backend.
 
     Raises:
-      ValueError: every such field, with what it has to be.
+      ValueError: names every such field and what it must be.
     """
     with checks.checking(f"--attention-backend {name}") as problems:
         _check_logprobs(problems, params, config)
@@ -82,40 +82,41 @@ def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
             params.structured_outputs is None or not config.speculative_config,
             "structured_outputs",
             "given (or response_format, or a tool_choice)",
-            "left out with --speculative-config: the host masks other tokens than those drafted",
+            "left out with --speculative-config: the host masks tokens other than the drafted ones",
         )
         _check_transfer(problems, params, config)
 
 
 def check_inputs(request: EngineRequest, config: VllmConfig, name: str) -> None:
-    """Raise if a request brings what tpu-inference does not read.
+    """Raise if a request has inputs that tpu-inference does not read.
 
     Args:
-      request: `vllm.v1.engine.EngineCoreRequest`, of which vLLM has read the prompt.
-      config: `vllm.config.VllmConfig` of the engine that is asked.
+      request: `vllm.v1.engine.EngineCoreRequest`, whose prompt vLLM has processed.
+      config: `vllm.config.VllmConfig` of the request's engine.
       name: of the backend.
 
     Raises:
-      ValueError: every such field, with what it has to be.
+      ValueError: names every such field and what it must be.
     """
     with checks.checking(f"--attention-backend {name}") as problems:
         problems.require(
             not request.resumable,
             "prompt",
             "a stream of inputs",
-            "one input: the host ends with the second one of a stream",
+            "a single input: the host crashes on the second input of a stream",
         )
         kinds = sorted({feature.modality for feature in request.mm_features or ()} - {"image"})
         problems.require(
             not kinds or not images.are_seen_by_jax_model(config),
             "multi_modal_data",
             " and ".join(kinds),
-            "of images, or MODEL_IMPL_TYPE=vllm set: the host's JAX model sees no others, and ends",
+            "of images, or MODEL_IMPL_TYPE=vllm set: the host's JAX model supports no other "
+            "modality, and crashes",
         )
 
 
 def _check_transfer(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:
-    """Of a prompt that another server has read, all that the host's connector asks for."""
+    """Report a request for another server's blocks that lacks fields the host's connector needs."""
     transfer, given = config.kv_transfer_config, (params.extra_args or {}).get("kv_transfer_params")
     if transfer is None or transfer.is_kv_producer or transfer.kv_connector not in CONNECTORS:
         return
@@ -125,20 +126,20 @@ def _check_transfer(problems: checks.Problems, params: SamplingParams, config: V
         all(key in given for key in PULLED),
         "kv_transfer_params",
         given,
-        f"those of the answer of a server that has read the prompt, with {', '.join(PULLED)}, or "
-        "left out",
+        f"those that the prefill server returned for the prompt, with {', '.join(PULLED)}, or left "
+        "out",
     )
 
 
 def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:
-    """Log-probabilities of as many tokens as the host can return, and without drafts."""
+    """Report log-probabilities that the host cannot return."""
     for field in ("logprobs", "prompt_logprobs"):
         count = getattr(params, field)
         problems.require(
             count is None or not config.speculative_config,
             field,
             str(count),
-            "left out with --speculative-config: the host returns those of other tokens, or none",
+            "left out with --speculative-config: the host returns them for other tokens, or none",
         )
     problems.require(
         params.logprobs is None or params.logprobs > 0 or bool(config.speculative_config),
@@ -150,29 +151,30 @@ def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: V
         params.prompt_logprobs is None or not config.model_config.is_multimodal_model,
         "prompt_logprobs",
         str(params.prompt_logprobs),
-        "left out for a model of more than text: the host has none for it",
+        "left out for a multimodal model: the host does not compute them for it",
     )
     problems.expect(
         params.logprob_token_ids is None,
         "logprob_token_ids",
         params.logprob_token_ids,
-        "left out: the host returns the likeliest tokens only (logprobs)",
+        "left out: the host returns only the most likely tokens (logprobs)",
     )
 
 
 def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
-    """No field that changes what is sampled but temperature, top_k, top_p, structured outputs."""
+    """Report sampling fields other than temperature, top_k, top_p and structured outputs."""
     problems.require(
         params.seed is None or params.temperature < GREEDY,
         "seed",
         str(params.seed),
-        "left out, or --seed of the engine: the host samples with the engine's only",
+        "left out, or --seed of the engine: the host samples only with the engine's seed",
     )
     problems.expect(
         not params.allowed_token_ids,
         "allowed_token_ids",
         params.allowed_token_ids,
-        "left out: the host cannot make their mask, and ends; structured_outputs restricts text",
+        "left out: the host crashes as it makes their mask; to restrict text, use "
+        "structured_outputs",
     )
     reason = "the host would ignore it"
     problems.expect(
@@ -187,12 +189,13 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         value = getattr(params, field)
         problems.require(value == none, field, str(value), f"{none:g}{SET_ELSEWHERE}: {reason}")
     problems.require(
-        # vLLM also keeps tokens that end nothing out of such an answer, and the host does not.
+        # For a request that passes, vLLM would still keep the end of text, which ends nothing then,
+        # out of the first tokens; the host does not.
         not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
         "min_tokens",
         str(params.min_tokens),
-        "0, or given with ignore_eos and without stop_token_ids: the host lets a token that ends "
-        "an answer come before",
+        "0, or given with ignore_eos and without stop_token_ids: the host would let a stop token "
+        "end the output earlier",
     )
     problems.require(
         params.thinking_token_budget is None,

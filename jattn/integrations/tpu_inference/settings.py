@@ -1,4 +1,4 @@
-"""The fields of vLLM's configuration that jattn reads: it does not import the classes."""
+"""The fields of vLLM's classes that jattn reads, as protocols: it does not import the classes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class MultiModalConfig(Protocol):
 class ModelConfig(Protocol):
     """`vllm.config.ModelConfig`."""
 
-    dtype: object  # of torch, or of JAX while the host makes a model
+    dtype: object  # torch's, or JAX's while the host makes a model
     runner_type: str  # "generate", "pooling" or "draft"
     use_mla: bool
     is_attention_free: bool
     is_hybrid: bool  # with layers that keep recurrent states
     is_multimodal_model: bool
-    supports_multimodal_inputs: bool  # and is given any
+    supports_multimodal_inputs: bool  # and --limit-mm-per-prompt allows some
     is_mm_prefix_lm: bool  # whether tokens of an image see each other
     multimodal_config: MultiModalConfig | None
     enable_prompt_embeds: bool
@@ -97,7 +97,7 @@ class SpeculativeConfig(Protocol):
 
     method: str
     num_speculative_tokens: int
-    draft_model_config: ModelConfig | None  # of methods that draft with a model
+    draft_model_config: ModelConfig | None  # for methods that draft with a model
 
 
 class KVTransferConfig(Protocol):
