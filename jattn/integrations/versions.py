@@ -22,7 +22,7 @@ def is_taken(host: str, tested: str) -> bool:
 
 
 def check(problems: checks.Problems, host: str, tested: str) -> None:
-    """Report a version of the host that is not taken."""
+    """Report a host version that jattn was not tested with, unless any version is allowed."""
     problems.require(
         is_taken(host, tested),
         host,

@@ -18,35 +18,35 @@ TORCH = "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model"
 REFUSED = {  # what a model is, and what its user is told
     "a scaling of its own": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        f"{TORCH} of Qwen3ForCausalLM does not compute rope_type yarn",
+        f"{TORCH} of Qwen3ForCausalLM does not support rope_type yarn",
     ),
     "one by its older name": (
         {**LLAMA, "rope_parameters": {"type": "linear", "factor": 4.0}},
-        f"{TORCH} of LlamaForCausalLM does not compute rope_type linear",
+        f"{TORCH} of LlamaForCausalLM does not support rope_type linear",
     ),
     "a part of heads": (
         {**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        f"{TORCH} of LlamaForCausalLM does not compute partial_rotary_factor 0.5",
+        f"{TORCH} of LlamaForCausalLM does not support partial_rotary_factor 0.5",
     ),
     "a factor that others ignore": (
         {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
-        f"{TORCH} of Qwen3ForCausalLM does not compute rope_type default with a factor as vLLM",
+        f"{TORCH} of Qwen3ForCausalLM does not support rope_type default with a factor as vLLM",
     ),
     "layers of two kinds": (
         {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-        f"{TORCH} of Qwen3ForCausalLM does not compute rope_parameters of several kinds of layers",
+        f"{TORCH} of Qwen3ForCausalLM does not support rope_parameters of several kinds of layers",
     ),
     "positions of images, scaled": (
         {**IMAGES, "rope_parameters": {"rope_type": "yarn", "mrope_section": [8, 12, 12]}},
-        f"{TORCH} of Qwen2_5_VLForConditionalGeneration does not compute rope_type yarn",
+        f"{TORCH} of Qwen2_5_VLForConditionalGeneration does not support rope_type yarn",
     ),
     "a window": (
         {"sliding_window": 512},
-        f"{TORCH} of Qwen3ForCausalLM has no window, and the model one of 512",
+        f"{TORCH} of Qwen3ForCausalLM has no sliding window, but this model one of 512",
     ),
     "no causal mask": (
         {"is_causal": False},
-        f"{TORCH} of Qwen3ForCausalLM is causal, and is_causal false",
+        f"{TORCH} of Qwen3ForCausalLM is causal, but is_causal is false",
     ),
     "classes": (
         {"convert_type": "classify"},

@@ -299,7 +299,7 @@ def test_rules_that_the_host_cannot_follow_are_refused_by_name(host, monkeypatch
     runner(router("FusedTopKRouter"), experts_layer())
     with pytest.raises(ValueError, match=r"layers\.0\.experts are chosen by ZeroExpertRouter"):
         runner(router("ZeroExpertRouter"), experts_layer())
-    with pytest.raises(ValueError, match="FusedTopKBiasRouter with a bias of images"):
+    with pytest.raises(ValueError, match="FusedTopKBiasRouter with a bias for images"):
         runner(router("FusedTopKBiasRouter", bias_vl=1), experts_layer())
     monkeypatch.setenv("USE_MOE_EP_KERNEL", "1")
     runner(router("FusedTopKRouter"), experts_layer())

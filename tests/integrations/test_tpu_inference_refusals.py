@@ -256,7 +256,7 @@ REFUSED = {
             "supports_multimodal_inputs": True,
             "dtype": "torch.float32",
         },
-        "Gemma4ForConditionalGeneration takes pixels for bfloat16, and --dtype is torch.float32",
+        "Gemma4ForConditionalGeneration reads pixels as bfloat16, but --dtype is torch.float32",
     ),
     "a JAX model in stages": (
         {
@@ -265,7 +265,8 @@ REFUSED = {
             "architectures": ["Gemma4ForCausalLM"],
             "text_config": {},
         },
-        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM ends",
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM "
+        "crashes",
     ),
     "embeddings of images": (
         {
@@ -533,19 +534,19 @@ DRAFTS_REFUSED = {
         "flax_nnx",
         drafting("eagle3"),
         {},
-        "MODEL_IMPL_TYPE: auto, but must be vllm, and DRAFT_MODEL_IMPL_TYPE too: hidden states for",
+        "MODEL_IMPL_TYPE: auto, but must be vllm, and DRAFT_MODEL_IMPL_TYPE too: of the host's JAX",
     ),
     "DFLASH for a torch model": (
         "vllm",
         drafting("dflash"),
         TIED,
-        "MODEL_IMPL_TYPE: auto, but must be flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with drafts",
+        "MODEL_IMPL_TYPE: auto, but must be flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with method",
     ),
     "DFLASH for another JAX model": (
         "flax_nnx",
         drafting("dflash"),
         {"architectures": ["Gemma4ForCausalLM"], "text_config": {}},
-        "--speculative-config: method dflash, but must be left out: hidden states for it come only",
+        "--speculative-config: method dflash, but must be left out: of the host's JAX models, only",
     ),
     "DFLASH for a head of its own": (
         "flax_nnx",

@@ -130,4 +130,4 @@ def test_scheduling_ahead_is_refused_as_the_engine_starts(checkpoint, tmp_path):
     """The host would answer with wrong tokens at the end of the context."""
     target, draft = prepare("eagle3", checkpoint("Llama"), tmp_path)
     error = generate(target, draft, "eagle3", "flax_nnx")["error"]
-    assert "--async-scheduling: on, but must be off (--no-async-scheduling) with drafts" in error
+    assert "--async-scheduling: on, but must be off (--no-async-scheduling) with method" in error

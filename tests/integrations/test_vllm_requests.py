@@ -114,7 +114,7 @@ def test_log_probabilities_of_prompts_of_a_model_of_images_are_refused(tmp_path)
     requests = [{"ignore_eos": True, **fields} for fields in ({}, {"prompt_logprobs": 1}, {})]
     given = {"prompts": PROMPTS, "engine": engine, "requests": requests}
     first, refused, last = vllm_host.run("ask", folder=str(tmp_path), **given)
-    assert "prompt_logprobs: 1, but must be left out for a model of more" in refused["error"]
+    assert "prompt_logprobs: 1, but must be left out for a multimodal model" in refused["error"]
     assert first == last
 
 
@@ -178,7 +178,7 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
     "a head of its own": (
         *("qwen2", {}, "auto"),
         {},
-        "the host's JAX model of Qwen2ForCausalLM reads a config.json with a text_config",
+        "the host's JAX model of Qwen2ForCausalLM reads only a config.json with a text_config",
     ),
     "adapters of experts": (
         *("qwen3_moe", {}, "vllm"),

@@ -1,9 +1,9 @@
 """`ragged_paged_attention` and its relatives, as TPU serving stacks call them, on jattn.
 
-The signatures, cache layouts and results of kernels that others wrote for TPUs and GPUs, so that
-code which calls them by name runs on every machine that jattn runs on:
+These functions have the signatures, cache layouts and results of existing TPU and GPU kernels, so
+that code which calls those kernels by name can run wherever jattn runs:
 
-| function | takes the place of |
+| function | replaces |
 |---|---|
 | `ragged_paged_attention` | tpu-inference, `kernels/ragged_paged_attention/v3/kernel.py` |
 | `ragged_paged_attention_hd64` | the same, `v3/kernel_hd64.py` |
@@ -14,13 +14,14 @@ code which calls them by name runs on every machine that jattn runs on:
 | `gpu_paged_attention` | `jax.experimental.pallas.ops.gpu.paged_attention`, deprecated |
 
 Keys and values are stored side by side in one array (`jattn.KVRows`), which is written and read in
-place. As in the originals the cache is donated; in a step of yours, donate it there. Arguments that
-tune the originals (block sizes, limits of memory, splits) change nothing here and are taken.
-`mask_value` must mask, and is then not needed: rows that see nothing are zeros. Differences: rows
-of padding are zeros, and a broken promise gives NaN (`jattn.paged_attention`).
+place. The cache is donated, as in the originals; if you jit a step around the call, donate it there
+too. Arguments that tune the original kernels (block sizes, memory limits, splits) are accepted and
+ignored. `mask_value` must be low enough to mask, but is then unused: rows that see nothing are
+zeros. Unlike in the originals, padding rows are zeros, and a broken promise gives NaN
+(`jattn.paged_attention`).
 
 Axes: T tokens of the bucket, B rows of sequences, H query heads, K KV heads, D head size, N pages
-of S tokens, M pages a row; L and R the latent and rope sizes of MLA.
+of S tokens, M pages per row; L and R the latent and rope sizes of MLA.
 """
 
 from jattn.integrations.rpa.decode import gpu_paged_attention, tpu_paged_attention

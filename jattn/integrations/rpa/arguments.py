@@ -1,4 +1,4 @@
-"""Helpers that these functions share: checks of their arguments, and numbers as arrays."""
+"""Helpers that these functions share: checks of arguments, and numbers as arrays."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.integers import round_up
 
-VECTOR_SIZE = 128  # numbers of a vector: sizes in these caches are multiples of it
-MASKS = -1e4  # a mask_value above it would let masked keys weigh in
+VECTOR_SIZE = 128  # numbers in a vector: sizes in these caches are multiples of it
+MASKS = -1e4  # a mask_value above it would give masked keys some weight
 
 
 class Numbers(typing.NamedTuple):
-    """The numbers of a call, as arrays so that none is static; None where one is absent."""
+    """The numbers of a call, as arrays so that none is static; None for an absent one."""
 
     scale: jax.Array | None
     q_scale: jax.Array | None
@@ -43,7 +43,7 @@ class Numbers(typing.NamedTuple):
         logits_soft_cap: Number | None = None,
         sinks: jax.Array | None = None,
     ) -> Numbers:
-        """The arrays of what a caller gave."""
+        """Make arrays of the numbers that a caller gave."""
 
         def array(x: Number | None, dtype: DTypeLike = jnp.float32) -> jax.Array | None:
             return None if x is None else jnp.asarray(x, dtype)
@@ -55,17 +55,17 @@ class Numbers(typing.NamedTuple):
 
 
 def up_to_vectors(size: int) -> int:
-    """`size`, rounded up to what a TPU's vector holds."""
+    """Round `size` up to whole vectors of a TPU."""
     return round_up(size, VECTOR_SIZE)
 
 
 def packing(dtype: DTypeLike) -> int:
-    """Numbers in 32 bits."""
+    """Return how many numbers 32 bits hold."""
     return 4 // np.dtype(dtype).itemsize
 
 
 def product(*factors: Number | None) -> Number:
-    """Of the factors that there are, one at least."""
+    """Multiply the factors that are not None, of which there is at least one."""
     return functools.reduce(lambda x, y: x * y, (x for x in factors if x is not None))
 
 
@@ -76,7 +76,7 @@ def check_common(
     mask_value: float | None,
     debug_mode: bool,
 ) -> None:
-    """Note numbers that mean nothing, and options that have no effect here."""
+    """Report meaningless numbers, and options that cannot have their effect here."""
     for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         problems.require(
             x is None or isinstance(x, jax.Array) or bool(x > 0), name, f"{x}", "positive, or None"
@@ -85,9 +85,9 @@ def check_common(
         mask_value is None or mask_value <= MASKS,
         "mask_value",
         f"{mask_value}",
-        f"None, or at most {MASKS:g}: masked keys have no weight",
+        f"None, or at most {MASKS:g}, so that masked keys have no weight",
     )
-    problems.require(not debug_mode, "debug_mode", "True", "False: nothing is printed")
+    problems.require(not debug_mode, "debug_mode", "True", "False: jattn prints nothing")
 
 
 def check_step(
@@ -97,14 +97,14 @@ def check_step(
     values: jax.Array,
     kv_cache: jax.Array,
 ) -> None:
-    """Queries, and keys and values of the cache's dtype."""
+    """Report queries, keys and values of a wrong shape, and keys and values of another dtype."""
     good = problems.expect(
         arrays.is_array(queries) and len(queries.shape) == 3, "queries", queries, "[T, H, D]"
     )
     tokens, heads, dim = queries.shape if good else (None, None, None)
     want: arrays.Shape = (tokens, None, dim)
     if not problems.expect(arrays.is_array(kv_cache), "kv_cache", kv_cache, "an array"):
-        return  # whose dtype the keys and values must have
+        return  # the checks below need its dtype
     for name, x in (("keys", keys), ("values", values)):
         fits = problems.expect(
             arrays.matches(x, jnp.floating, want) and x.dtype == kv_cache.dtype,
@@ -122,7 +122,7 @@ def check_step(
                 heads is None or (count > 0 and heads % count == 0),
                 "queries",
                 f"{heads} heads",
-                f"a multiple of the {count} of keys",
+                f"a multiple of the {count} heads of keys",
             )
 
 
@@ -135,9 +135,10 @@ def check_batch(
     *,
     flat: bool = True,
 ) -> None:
-    """A step's integers, by the names that they have in these functions.
+    """Report wrong integers of a step, by their names in these functions.
 
-    `flat`: the block tables are one row of all, or else [B, M].
+    Args:
+      flat: whether the block tables may be flat, int32 [B * M]; else they must be int32 [B, M].
     """
     good = arrays.check_int32(problems, "kv_lens", kv_lens, (None,), ("B",))
     rows = kv_lens.shape[0] if good else None
@@ -158,7 +159,7 @@ def check_batch(
 def check_cache(
     problems: checks.Problems, kv_cache: jax.Array, token: tuple[int, ...], text: str
 ) -> None:
-    """Note a cache whose tokens have another shape than `token`, which `text` names."""
+    """Report a cache whose tokens do not have the shape `token`, described by `text`."""
     problems.expect(
         len(kv_cache.shape) == 2 + len(token) and tuple(kv_cache.shape[2:]) == token,
         "kv_cache",
@@ -168,8 +169,8 @@ def check_cache(
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """8-bit floats, quantized by the caller, as bfloat16, which has all of their numbers.
+    """Widen 8-bit floats, which the caller quantized, to bfloat16, which can hold each exactly.
 
-    It is what the native kernel writes from and takes as queries.
+    The native kernel takes queries, and keys and values to write, in bfloat16.
     """
     return x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x

@@ -1,4 +1,4 @@
-"""Decode over pages whose first axis is that of the KV heads."""
+"""Decode over pages whose first axis is the KV heads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tpu_paged_attention(
     megacore_mode: str | None = None,
     inline_seq_dim: bool = True,
 ) -> jax.Array:
-    """JAX's decode kernel for TPUs. The softmax scale is 1: it is for the caller to apply.
+    """Attend like JAX's decode kernel for TPUs. The softmax scale is 1: the caller scales queries.
 
     Args:
       q: [B, H, D].
@@ -53,7 +53,8 @@ def tpu_paged_attention(
       page_indices: int32 [B, M].
       mask_value: None, or any number that masks.
       attn_logits_soft_cap: a number or None.
-      pages_per_compute_block, megacore_mode, inline_seq_dim: of the original's kernel; not needed.
+      pages_per_compute_block, megacore_mode, inline_seq_dim: ignored; they tune the original
+        kernel.
 
     Returns:
       out [B, H, D] in q's dtype.
@@ -96,20 +97,21 @@ def gpu_paged_attention(
     mask_value: float | None = None,
     attn_logits_soft_cap: Number | None = None,
 ) -> jax.Array:
-    """JAX's deprecated decode kernel for GPUs. The softmax scale is 1, for the caller to apply.
+    """Attend like JAX's deprecated decode kernel for GPUs.
+
+    The softmax scale is 1: the caller scales queries.
 
     Args:
       q: [B, H, D].
       k_pages, v_pages: [K, N, S, D] floats; with scales int8, float8_e4m3fn or float8_e5m2.
       block_tables: int32 [B, M].
-      lengths: int32 [B]; None for all that a row of the table names.
-      k_scales_pages, v_scales_pages: floats [K, N, S], what each token's numbers are multiplied by,
-        or None.
+      lengths: int32 [B]; None for all tokens of the pages in a row of the table.
+      k_scales_pages, v_scales_pages: floats [K, N, S] that multiply each token's numbers, or None.
       mask_value: None, or any number that masks.
       attn_logits_soft_cap: a number or None.
-      debug: False: nothing is printed.
-      block_h, pages_per_compute_block, k_splits, num_warps, num_stages, interpret: of the
-        original's kernel; not needed.
+      debug: must be False: jattn prints nothing.
+      block_h, pages_per_compute_block, k_splits, num_warps, num_stages, interpret: ignored; they
+        tune the original kernel.
 
     Returns:
       out [B, H, D] in q's dtype.
@@ -118,7 +120,7 @@ def gpu_paged_attention(
       ValueError, UnsupportedError: as `ragged_paged_attention`.
     """
     with checks.checking("paged_attention") as problems:
-        problems.require(not debug, "debug", "True", "False: nothing is printed")
+        problems.require(not debug, "debug", "True", "False: jattn prints nothing")
         for name, x, num_axes, text in (
             ("k_pages", k_pages, 4, "[K, N, S, D]"),
             ("block_tables", block_tables, 2, "[B, M]"),
@@ -204,21 +206,21 @@ def _by_head(
     tables: jax.Array,
     soft_cap: jax.Array | None,
 ) -> jax.Array:
-    """Every KV head of a sequence as a sequence of its own, in a pool of K * N blocks of one head.
+    """Attend with each KV head of a sequence as its own sequence, in a pool of one-head blocks.
 
-    A page of head k is block `k * N + page` there: the same memory, and no copy of it.
+    Page `page` of head k is block `k * N + page` of K * N: the same memory, not a copy.
     """
     heads, pages, size, dim = keys.shape
     batch = q.shape[0]
     first = jnp.arange(heads, dtype=jnp.int32)[None, :, None] * pages
-    inside = (tables >= 0) & (tables < pages)  # an id of no page is one of no head's
+    inside = (tables >= 0) & (tables < pages)  # an id outside the pages stays outside
     rows = jnp.where(inside[:, None], tables[:, None] + first, -1).reshape(batch * heads, -1)
 
     def pool(words: jax.Array, scales: jax.Array | None) -> formats.Cache:
         shape = (heads * pages, 1, size, dim)
         if scales is None and k_scales is None and v_scales is None:
             return words.reshape(shape)
-        if scales is None:  # the other one has scales: both are `KVArray`s then
+        if scales is None:  # the other one has scales: then both are `KVArray`s
             dense = formats.Dense(words.dtype.name)
             words = rounding.bitcast(words, dense.word_dtype)
             return formats.KVArray(words.reshape(shape), None, dense)

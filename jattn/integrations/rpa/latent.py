@@ -1,4 +1,4 @@
-"""Latent attention (MLA): one vector a token, whose first numbers are its value."""
+"""Latent attention (MLA): one vector per token, whose first numbers are its value."""
 
 from __future__ import annotations
 
@@ -52,21 +52,23 @@ def mla_ragged_paged_attention(
     p_same_dtype_as_v: bool = True,
     debug_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """tpu-inference's latent attention, version 2: one vector a token, whose latent is its value.
+    """Write a step's latents, and attend, like version 2 of tpu-inference's MLA kernel.
+
+    Each token has one vector, whose latent is its value.
 
     Args:
       ql_nope: [H, T, L], queries in the latent space.
       q_pe: [T, H, R], their rotated part.
-      new_kv_c, new_k_pe: [T, L] and [T, R], of the cache's dtype.
+      new_kv_c, new_k_pe: [T, L] and [T, R], in the cache's dtype.
       cache_kv: [N, S / pack, pack, L and R each up to a multiple of 128]; donated.
       q_scale, k_scale: the logits are multiplied by them; queries are not scaled.
       v_scale: the output is multiplied by it.
-      transpose_kv_cache: False: pages with tokens last are not taken.
+      transpose_kv_cache: must be False: pages with tokens last are not supported.
       kv_lens, page_indices, cu_q_lens, distribution, sm_scale, sliding_window, soft_cap,
         mask_value, debug_mode: as in `ragged_paged_attention`.
       chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes,
-        decode_batch_size, mixed_q_split, s_dtype, two_step_flash_attention, p_same_dtype_as_v: of
-        the original's kernel; not needed. Logits and weights are float32.
+        decode_batch_size, mixed_q_split, s_dtype, two_step_flash_attention, p_same_dtype_as_v:
+        ignored; they tune the original kernel. Logits and weights are float32 here.
 
     Returns:
       out [H, T, L] in the queries' dtype, and the cache.
@@ -79,7 +81,7 @@ def mla_ragged_paged_attention(
             not transpose_kv_cache,
             "transpose_kv_cache",
             "True",
-            "False: pages with their tokens last would be copied to be read",
+            "False: jattn would have to copy pages with their tokens last to read them",
         )
     tokens_first = jnp.swapaxes(ql_nope, 0, 1) if np.ndim(ql_nope) == 3 else ql_nope
     out, cache_kv = _mla(
@@ -122,13 +124,14 @@ def mla_ragged_paged_attention_v1(
     vmem_limit_bytes: int | None = None,
     debug_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """tpu-inference's latent attention, version 1: `mla_ragged_paged_attention`, tokens first.
+    """`mla_ragged_paged_attention` with tokens first, like version 1 of tpu-inference's kernel.
 
     Args:
       ql_nope: [T, H, L].
       q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, distribution, sm_scale,
         sliding_window, soft_cap, mask_value, q_scale, k_scale, v_scale, chunk_prefill_size,
-        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, debug_mode: as there.
+        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, debug_mode: as in
+        `mla_ragged_paged_attention`.
 
     Returns:
       out [T, H, L] in the queries' dtype, and the cache.
@@ -172,7 +175,7 @@ def _mla(
     v_scale: Number | None,
     debug_mode: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Either version, tokens first."""
+    """Check and run either version, with tokens first."""
     with checks.checking(where) as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
         check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
@@ -181,7 +184,7 @@ def _mla(
             arrays.matches(ql_nope, jnp.floating, (None, None, None)),
             "ql_nope",
             ql_nope,
-            "queries of three axes: tokens, heads and latent, heads first in version 2",
+            "queries with three axes: tokens, heads and latent, with heads first in version 2",
         ):
             tokens, heads, latent = ql_nope.shape
             has_rope = problems.expect(

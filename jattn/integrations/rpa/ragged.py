@@ -58,39 +58,40 @@ def ragged_paged_attention(
     disable_bounds_checks: bool = True,
     disable_semaphore_checks: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """tpu-inference's ragged paged attention, version 3: write a step's keys and values, attend.
+    """Write a step's keys and values, and attend, like version 3 of tpu-inference's kernel.
 
         out = softmax(soft_cap(sm_scale * q_scale * k_scale * q k^T)) v * v_scale
 
     Args:
       queries: [T, H, D].
-      keys, values: [T, K, D], of the cache's dtype: quantized by the caller.
-      kv_cache: [N, S, ceil(2 K / pack), pack, D up to a multiple of 128], pack numbers to 32 bits;
-        donated.
-      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      keys, values: [T, K, D], in the cache's dtype: the caller quantizes them.
+      kv_cache: [N, S, ceil(2 K / pack), pack, D up to a multiple of 128], with pack numbers in 32
+        bits; donated.
+      kv_lens: int32 [B]; the number of keys of each sequence, including this step's.
       page_indices: int32 [B * M].
       cu_q_lens: int32 [B + 1].
-      distribution: int32 [3]; its last number says how many of the B rows are sequences.
-      use_causal_mask: False for queries that see all keys of their sequence.
-      update_kv_cache: False to attend to what the cache holds already.
-      skip_kv_mask: promised by the caller; keys past a sequence's length are masked all the same.
+      distribution: int32 [3]; the last number is how many of the B rows are sequences.
+      use_causal_mask: False if queries see all keys of their sequence.
+      update_kv_cache: False to write nothing and attend to what the cache holds.
+      skip_kv_mask: a promise of the caller, only without a causal mask; keys past a sequence's
+        length are masked all the same.
       sm_scale, soft_cap: numbers.
-      sliding_window: keys that a query sees, its own included; refused without a causal mask,
-        where the original hides only what is before a query.
-      out_dtype: None for float32 of float32 queries, else bfloat16.
+      sliding_window: the number of keys that a query sees, including its own. Refused without a
+        causal mask, where the original hides only keys before a query.
+      out_dtype: None means float32 for float32 queries, and bfloat16 for others.
       mask_value: None, or any number that masks.
       q_scale: queries are divided by it and rounded to the cache's dtype.
-      k_scale, v_scale: what stored numbers are multiplied by.
-      debug_mode: False.
+      k_scale, v_scale: stored numbers are multiplied by them.
+      debug_mode: must be False.
       chunk_prefill_size, d_block_sizes, p_block_sizes, m_block_sizes, vmem_limit_bytes,
-        disable_bounds_checks, disable_semaphore_checks: of the original's kernel; not needed.
+        disable_bounds_checks, disable_semaphore_checks: ignored; they tune the original kernel.
 
     Returns:
       out [T, H, D], and the cache.
 
     Raises:
-      ValueError: with every argument that does not fit.
-      UnsupportedError: no implementation takes the call here.
+      ValueError: names every argument that does not fit.
+      UnsupportedError: if no implementation takes the call on this machine.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,7 +146,7 @@ def _check_masks(
     use_causal_mask: bool,
     skip_kv_mask: bool,
 ) -> None:
-    """A window, and keys past a length, only with the causal mask that they need or forbid."""
+    """Report a window without a causal mask, and `skip_kv_mask` with one."""
     check_window(problems, sliding_window, use_causal_mask, "use_causal_mask")
     problems.require(
         not (use_causal_mask and skip_kv_mask),
@@ -179,15 +180,16 @@ def ragged_paged_attention_hd64(
     vmem_limit_bytes: int | None = None,
     debug_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`ragged_paged_attention` of heads of 64 numbers, a key and its value in one row of 128.
+    """`ragged_paged_attention` for head size 64, with a key and its value in one row of 128.
 
     Args:
       kv_cache: [N, S, ceil(K / pack), pack, 128]; donated.
-      attention_sink: float [H]; a logit per head that joins the denominator only.
+      attention_sink: float [H]; a logit per head that only joins the denominator.
       queries, keys, values, kv_lens, page_indices, cu_q_lens, distribution, sm_scale,
-        sliding_window, soft_cap, mask_value, q_scale, k_scale, v_scale, debug_mode: as there.
-      chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: of the
-        original's kernel; not needed.
+        sliding_window, soft_cap, mask_value, q_scale, k_scale, v_scale, debug_mode: as in
+        `ragged_paged_attention`.
+      chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: ignored;
+        they tune the original kernel.
 
     Returns:
       out [T, H, 64] in the queries' dtype, and the cache.
@@ -244,19 +246,19 @@ def tpu_ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """JAX's ragged paged attention for TPUs: attend to pages that are written already.
+    """Attend to pages that are already written, like JAX's ragged paged attention for TPUs.
 
     Args:
       q: [T, H, D].
-      kv_pages: [N, S, 2 K, D], keys and values in turn.
+      kv_pages: [N, S, 2 K, D], keys and values alternating.
       kv_lens: int32 [B].
       page_indices: int32 [B, M].
       cu_q_lens: int32 [B + 1].
       num_seqs: int32 [1].
       sm_scale, sliding_window, soft_cap, mask_value, k_scale, v_scale: as in
         `ragged_paged_attention`.
-      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: of the original's kernel; not
-        needed.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: ignored; they tune the
+        original kernel.
 
     Returns:
       out [T, H, D] in the queries' dtype.
@@ -318,7 +320,7 @@ def _attend_ragged(
     write: bool,
     out_dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write keys and values where they are to be written, and attend."""
+    """Write keys and values if `write`, and attend."""
     tokens, _, dim = queries.shape
     stored = math.prod(kv_cache.shape[2:]) // width
     heads = stored if keys is None else keys.shape[1]

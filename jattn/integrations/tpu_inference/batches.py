@@ -1,8 +1,8 @@
-"""What tpu-inference's runner does to the requests of a batch otherwise than vLLM means it.
+"""Fixes for batches of which tpu-inference's runner computes something other than vLLM expects.
 
-A request that left the batch and returns, grammars of several requests, sampled drafts, and
-embeddings of prompts that take several steps. Those with images are in
-`jattn.integrations.tpu_inference.images`.
+They concern requests that leave the batch and return, structured output of several requests,
+sampling with draft tokens, and embeddings of prompts that take several steps. Fixes for requests
+with images are in `jattn.integrations.tpu_inference.images`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ from jattn.integrations.tpu_inference.requests import GREEDY
 
 
 def enable() -> None:
-    """Mend what the host computes for some batches.
+    """Fix what the host computes for some batches.
 
-    Each hook takes the place of a function of tpu-inference, in processes whose engine attends by
-    jattn:
+    Each hook replaces a function of tpu-inference, in processes whose engine runs jattn's backend:
 
-    - `PersistentBatchManager.update_states`: a request that was preempted, or was not scheduled in
-      a step, returns with the tokens that vLLM sends for it. With asynchronous scheduling the host
-      keeps a 0 for a token that was still computed as the request left.
-    - `TPUModelRunner._execute_model`: of a request that is preempted and resumed in the same step
-      (`reset_prefix_cache(reset_running_requests=True)`) vLLM drops the token that is still
-      computed. The host puts it in the place of the last one that vLLM kept, and raises if there
-      is none.
-    - `PersistentBatchManager._reorder_batch`: a step of one token each decodes several
-      (`enable_continue_decode`) only if each of them ends what its request has said so far, and
-      none asks for log-probabilities of its prompt. The host takes a chunk of one token for an
-      answer's last one, and answers a prompt that it has read in part.
-    - `InputBatch.add_request`: a request that returns keeps the log-probabilities of its prompt
-      that it has so far; one that has answered is asked for no more. The host makes an array of
-      its own for them, and returns whatever memory has.
-    - `StructuredDecodingManager.prepare_structured_decoding_input`: each request is masked by its
-      own grammar, unless the host has several replicas in one process. vLLM has the masks in the
-      order in which requests are scheduled; the host takes them for sorted by the requests' names.
-    - `rejection_sampler._compute_probs`: the probabilities of drafted tokens are those that the
-      host samples other tokens by, and 0 or 1 for a request that does not sample. The host divides
-      such a request's logits by -1 where another request of the batch samples, and chooses among
-      tokens before it divides by the temperature.
-    - `TPUModelRunner.load_model`: a prompt is pooled when all of it was computed. The host returns
-      an embedding in each step, and vLLM takes the first one, of the prompt's beginning, for all.
+    - `PersistentBatchManager.update_states`: with asynchronous scheduling, a request may leave the
+      batch (preempted, or not scheduled in a step) while its next token is still being computed.
+      The host keeps a 0 for that token when the request returns. The hook gives the request the
+      tokens that vLLM sends for it.
+    - `TPUModelRunner._execute_model`: if a request is preempted and resumed in the same step
+      (`reset_prefix_cache(reset_running_requests=True)`), vLLM drops the token that is still being
+      computed. The host overwrites the last token that vLLM kept with it, and raises if there is
+      none. The hook drops it.
+    - `PersistentBatchManager._reorder_batch`: with `enable_continue_decode`, the host decodes
+      several tokens in a step that schedules one token per request. It mistakes a prompt chunk of
+      one token for the last token so far, and generates from a prompt that it has read in part.
+      The hook decodes several only if every request's token is its last so far, and no request
+      asks for prompt log-probabilities.
+    - `InputBatch.add_request`: the host allocates an array for prompt log-probabilities whenever it
+      adds a request, and returns uninitialized memory for a request that returns. The hook keeps
+      what was computed, and asks for no more once the request has output tokens.
+    - `StructuredDecodingManager.prepare_structured_decoding_input`: vLLM sends grammar masks in the
+      order in which it schedules requests, but the host expects them sorted by request id. The hook
+      sorts them, so that each request gets its own mask, unless the host runs several replicas in
+      one process.
+    - `rejection_sampler._compute_probs`: if any request of the batch samples, the host divides the
+      logits of greedy requests by -1, and it applies top-k and top-p before the temperature. The
+      hook gives draft tokens the probabilities with which the host samples other tokens, and 0 or 1
+      for a greedy request.
+    - `TPUModelRunner.load_model`: the host returns an embedding in each step, and vLLM takes the
+      first one, of a prompt's first chunk, for the whole prompt. The hook pools a prompt once all
+      of it has been computed.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -83,11 +86,11 @@ def _recall_tokens(manager: type[Any]) -> None:
 
 
 def _recall_tokens_of(requests: dict[str, Any], scheduler_output: Any) -> None:
-    """Give requests that return to the batch the tokens that they have answered with."""
+    """Give requests that return to the batch the output tokens that vLLM has for them."""
     cached = scheduler_output.scheduled_cached_reqs
     for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
         if name not in cached.all_token_ids:
-            continue  # the last step had it, too
+            continue  # it was in the last step
         request = requests[name]
         answered = cached.all_token_ids[name][request.num_prompt_tokens :]
         if len(answered) == count:
@@ -102,7 +105,7 @@ def _finish_prompts_first(manager: type[Any]) -> None:
         found = reorder(self, scheduler_output)
         batch = self.input_batch
         count = batch.num_reqs
-        if count and batch.request_distribution[0] == count:  # or it is no such step
+        if count and batch.request_distribution[0] == count:  # the host sees only decodes
             scheduled = [
                 scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids[:count]
             ]
@@ -183,9 +186,9 @@ def _wait_for_prompts(runner: type[Any]) -> None:
 def _pool_whole_prompts(
     runner: Any, pool: Any, hidden_states: Any, metadata: Any, lengths: Any, scheduled: np.ndarray
 ) -> list[Any]:
-    """What the model's pooler finds for each request, and None for one whose prompt goes on.
+    """Return the pooler's result for each request, None if its prompt is not complete.
 
-    `lengths` are whatever memory has: the host sets apart an array for them, and fills none.
+    The host's `lengths` are uninitialized memory: it allocates an array and never fills it.
     """
     del lengths
     batch = runner.input_batch
@@ -196,15 +199,15 @@ def _pool_whole_prompts(
 
 
 def probabilities(logits: jax.Array, num_draft_tokens: jax.Array, sampling: Any) -> jax.Array:
-    """The probability of each token where one is drafted, `[tokens, vocabulary]` float32.
+    """Return each token's probability at the draft positions, `[tokens, vocabulary]` float32.
 
-    A token that cannot be sampled has -1: a draft is kept if its probability is at least a number
-    drawn from [0, 1), which may be 0.
+    A token that cannot be sampled has -1: the host accepts a draft token whose probability is at
+    least a number drawn from [0, 1), which may be 0.
 
     Args:
-      logits: of the positions that have drafts, `[tokens, vocabulary]`.
+      logits: at the draft positions, `[tokens, vocabulary]`.
       num_draft_tokens: of each request, `[requests]`.
-      sampling: the host's `TPUSupportedSamplingMetadata`, of requests.
+      sampling: the host's `TPUSupportedSamplingMetadata`, per request.
     """
     from tpu_inference.layers.jax.sample import rejection_sampler
     from tpu_inference.layers.jax.sample.sampling import _apply_sampling_transforms

@@ -1,4 +1,4 @@
-"""Hooks that replace what tpu-inference does only on TPUs, for machines without one."""
+"""Hooks for machines without TPUs, in place of functions of tpu-inference that need one."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def enable_cpu() -> None:
       libtpu does on TPUs. It also records how many replicas share this machine's memory.
     - `distributed.utils.get_device_topology_order_id` sorts processes by the coordinates of their
       TPUs. The hook keeps JAX's order.
-    - `layers.common.utils.cpu_mesh` uses the first of all CPU devices, which next to TPUs is always
-      this process's. The hook uses the first one of this process.
+    - `layers.common.utils.cpu_mesh` uses the first of all CPU devices, which belongs to this
+      process only on machines with TPUs. The hook uses the first one of this process.
     - `distributed.kv_transfer` writes blocks from another server into the caches with a TPU kernel,
       and vLLM starts that after the step that reads them. With the hooks of
       `jattn.integrations.tpu_inference.transfers`, XLA writes them before that step.
@@ -56,7 +56,7 @@ def enable_cpu() -> None:
     - `layers.common.attention_interface` and the host's table of torch functions run encoders with
       TPU kernels. XLA runs them instead (`jattn.integrations.tpu_inference.encoders`).
     - `spec_decode.jax.eagle3` and `dflash` jit the functions that draft tokens with options of
-      XLA's TPU compiler. The hooks jit them without (`jattn.integrations.tpu_inference.drafts`).
+      XLA's TPU compiler. Those hooks use none (`jattn.integrations.tpu_inference.drafts`).
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.

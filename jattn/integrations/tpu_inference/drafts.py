@@ -1,4 +1,4 @@
-"""Tokens that a small model drafts, and the host's model checks: EAGLE3, DFLASH and MTP."""
+"""Speculative decoding with a draft model: EAGLE3, DFLASH and MTP."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from jattn import checks
 from jattn.integrations.tpu_inference.settings import ModelConfig, SpeculativeConfig, VllmConfig
 
 SETTING = "--speculative-config"
-# Methods that draft with a model, which reads hidden states of the one that checks.
+# Methods with a draft model that reads hidden states of the target model.
 WITH_MODEL = ("eagle3", "dflash", "mtp")
-# Methods that it takes for EAGLE3, and then finds no hidden states for.
+# Methods that the host mistakes for EAGLE3, and then finds no hidden states for.
 TAKEN_FOR_EAGLE3 = ("eagle", "dspark")
-# JAX models of the host that return hidden states of the layers that a draft reads.
+# The host's JAX models that return hidden states of the layers that a draft model reads.
 WITH_HIDDEN_STATES = {
     "eagle3": ("LlamaForCausalLM",),
     "dflash": ("LlamaForCausalLM", "Qwen3ForCausalLM"),
 }
-NESTED_HEAD = "Qwen3ForCausalLM"  # whose head, unless tied, the host does not find for DFLASH
-# Drafts of torch whose step returns two arrays, where the host takes one.
+NESTED_HEAD = "Qwen3ForCausalLM"  # the host does not find its output head for DFLASH unless tied
+# Torch draft models whose step returns two arrays, while the host expects one.
 PAIRS = (
     *("DeepSeekMTPModel", "DeepseekV32MTPModel", "Gemma4MTPModel", "Glm5NextMTPModel"),
     *("KimiK3MTPModel", "OpenPanguMTPModel", "Qwen4ExpMTP"),
 )
-ONE_TOKEN = ("MiMoMTPModel", "ErnieMTPModel")  # drafts that assert that it is their first step
+ONE_TOKEN = ("MiMoMTPModel", "ErnieMTPModel")  # assert that this is their first step
 
 
 def enable() -> None:
-    """Jit the methods that draft tokens as the host does, but without options of a compiler.
+    """Jit the methods that draft tokens as the host does, but without TPU compiler options.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -45,10 +45,10 @@ def enable() -> None:
 
 
 def check(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """Note drafts that end the host at the first request, or change tokens.
+    """Report draft models that crash the host on the first request, or that change its output.
 
     Args:
-      implementation: of the model: "flax_nnx" or "vllm".
+      implementation: of the target model, "flax_nnx" or "vllm".
     """
     speculative = config.speculative_config
     if speculative is None:
@@ -58,7 +58,8 @@ def check(problems: checks.Problems, config: VllmConfig, implementation: str) ->
         method not in TAKEN_FOR_EAGLE3,
         SETTING,
         f"method {method}",
-        "eagle3, dflash, mtp or ngram: the host treats it as eagle3, and ends at the first request",
+        "eagle3, dflash, mtp or ngram: the host treats it as eagle3, and crashes on the first "
+        "request",
     )
     if method not in WITH_MODEL:
         return
@@ -66,8 +67,8 @@ def check(problems: checks.Problems, config: VllmConfig, implementation: str) ->
         not config.scheduler_config.async_scheduling,
         "--async-scheduling",
         "on",
-        f"off (--no-async-scheduling) with drafts of {method}: the host answers with wrong tokens "
-        "where a request comes near --max-model-len",
+        f"off (--no-async-scheduling) with method {method}: the host returns wrong tokens when a "
+        "request comes near --max-model-len",
     )
     if method == "mtp":
         _check_mtp(problems, speculative, implementation)
@@ -80,7 +81,7 @@ def check(problems: checks.Problems, config: VllmConfig, implementation: str) ->
 def _check_mtp(
     problems: checks.Problems, speculative: SpeculativeConfig, implementation: str
 ) -> None:
-    """Drafts of torch that the host can call, as often as it will."""
+    """Report torch draft models that the host cannot call, or only for a single token."""
     draft, count = speculative.draft_model_config, speculative.num_speculative_tokens
     names = tuple(draft.architectures or ()) if implementation == "vllm" and draft else ()
     pairs = ", ".join(name for name in names if name in PAIRS)
@@ -88,7 +89,7 @@ def _check_mtp(
         not pairs,
         SETTING,
         f"mtp with {pairs}",
-        "left out: the host ends with the first request (Gemma 4 has such drafts with "
+        "left out: the host crashes on the first request (for Gemma 4, MTP works with "
         "MODEL_IMPL_TYPE=flax_nnx)",
     )
     single = ", ".join(name for name in names if name in ONE_TOKEN)
@@ -96,27 +97,27 @@ def _check_mtp(
         not single or count == 1,
         f"num_speculative_tokens of {SETTING}",
         str(count),
-        f"1: {single} drafts no more",
+        f"1: {single} drafts a single token",
     )
 
 
 def _check_target(
     problems: checks.Problems, method: str, model: ModelConfig, implementation: str
 ) -> None:
-    """A model that returns hidden states, and whose head is found."""
+    """Report target models whose hidden states or output head a draft model would not get."""
     names, asked = model.architectures or (), os.environ.get("MODEL_IMPL_TYPE", "auto")
     known = WITH_HIDDEN_STATES[method]
     problems.require(
         implementation != "vllm",
         "MODEL_IMPL_TYPE",
         asked,
-        f"flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with drafts of {method}, for "
+        f"flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with method {method}, for "
         f"{' or '.join(known)}: the host's torch models return no hidden states for it",
     )
     if implementation == "vllm":
         return
     is_known = any(name in known for name in names)
-    reason = f"hidden states for it come only from {' and '.join(known)} of the host's JAX models"
+    reason = f"of the host's JAX models, only {' and '.join(known)} return hidden states for it"
     if method == "eagle3":
         wanted = f"vllm, and DRAFT_MODEL_IMPL_TYPE too: {reason}"
         problems.require(is_known, "MODEL_IMPL_TYPE", asked, wanted)
@@ -128,18 +129,18 @@ def _check_target(
         or getattr(model.hf_config, "tie_word_embeddings", False),
         SETTING,
         f"method {method}",
-        f"left out for a {NESTED_HEAD} without tie_word_embeddings, whose head the host does not "
-        "find",
+        f"left out for a {NESTED_HEAD} without tie_word_embeddings, whose output head the host "
+        "does not find",
     )
 
 
 def _check_heads(
     problems: checks.Problems, model: ModelConfig, speculative: SpeculativeConfig
 ) -> None:
-    """Heads that the host pads as it does the model's, and makes a cache for.
+    """Report draft models whose heads the host would pad or cache wrongly.
 
-    It pads the weights of a draft by what the model's heads lack, and sizes its cache by
-    `hidden_size // num_attention_heads`.
+    The host pads a draft model's weights by as much as the target model's heads need, and sizes the
+    draft model's cache by `hidden_size // num_attention_heads`.
     """
     draft = speculative.draft_model_config
     if draft is None:
@@ -151,11 +152,11 @@ def _check_heads(
         _padding(size) == _padding(target) and size + _padding(size) == cached + _padding(cached),
         f"model of {SETTING}",
         f"one with head size {size} (hidden_size / heads: {cached})",
-        f"one whose head size lacks as much to a multiple of 128 as the model's {target} does (64 "
-        "lacks nothing), and whose hidden_size / heads is padded to the same size",
+        f"one whose head size needs as much padding to a multiple of 128 as the model's {target} "
+        "(64 needs none), and whose hidden_size / heads is padded to the same size",
     )
 
 
 def _padding(head_size: int) -> int:
-    """What the host adds to heads of a size."""
+    """Return how much padding the host adds to heads of a size."""
     return 0 if head_size == 64 else -head_size % 128

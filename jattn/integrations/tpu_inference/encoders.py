@@ -1,7 +1,7 @@
-"""Attention of encoders of images and sounds, in which every token of an item sees all of them.
+"""Attention of image and audio encoders, in which every token of an item sees all its tokens.
 
-The host has a kernel for TPUs that takes whole tiles of tokens. Here some queries at a time attend
-to all keys, in float32: logits of an image's tokens with each other would not fit in memory.
+The host has a TPU kernel that takes whole tiles of tokens. Here a tile of queries at a time attends
+to all keys, in float32: the logits of all of an image's tokens would not fit in memory at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding ma
 
 
 def enable() -> None:
-    """Put XLA's operations where the host calls its kernel for TPUs.
+    """Replace the host's TPU kernel with XLA's operations.
 
     - `layers.common.attention_interface.flash_attention`, which the host's JAX models call.
-    - `scaled_dot_product_attention` and vLLM's `torch_sdpa_wrapper` in the host's table of torch's
-      functions: its own pad keys to whole tiles, which tokens without segments then see, and take
-      1 for a scale that is left out.
+    - `scaled_dot_product_attention` and vLLM's `torch_sdpa_wrapper` in the host's table of torch
+      functions. The host's versions pad keys to whole tiles, which tokens without segments then
+      see, and use a scale of 1 if none is given.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -50,15 +50,15 @@ def attend(
     segments: tuple[jax.Array, jax.Array] | None = None,
     is_causal: bool = False,
 ) -> jax.Array:
-    """`softmax(scale * q k^T + bias) v` over the keys that a query sees.
+    """Compute `softmax(scale * q k^T + bias) v` over the keys that a query sees.
 
     Args:
       q: [B, H, T, D].
       k, v: [B, K, U, D] and [B, K, U, V], with H a multiple of K.
       scale: of the logits; None: `D ** -0.5`.
-      bias: [B or 1, H or 1, T or 1, U], of numbers to add, or bool: which keys are seen.
-      segments: int [B, T] and [B, U]; a query sees keys of its own segment only.
-      is_causal: whether query i sees keys 0 to i only.
+      bias: [B or 1, H or 1, T or 1, U], numbers to add, or bool: which keys are seen.
+      segments: int [B, T] and [B, U]; a query sees only keys of its own segment.
+      is_causal: whether query i sees only keys 0 to i.
 
     Returns: [B, H, T, V].
     """
@@ -113,7 +113,7 @@ def flash_attention(
     sm_scale: float = 1.0,
     **unused: Any,
 ) -> jax.Array:
-    """As the host's kernel of this name; `unused` are its tiles."""
+    """Replace the host's kernel of this name; `unused` are its tiles."""
     del unused
     segments = None if segment_ids is None else (segment_ids.q, segment_ids.kv)
     return attend(q, k, v, scale=sm_scale, bias=ab, segments=segments, is_causal=causal)
@@ -129,10 +129,10 @@ def dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """As `torch.nn.functional.scaled_dot_product_attention`, of a model that is not trained.
+    """Replace `torch.nn.functional.scaled_dot_product_attention`, for inference only.
 
     Args:
-      query, key, value, attn_mask: of at most four axes; torch takes more, too.
+      query, key, value, attn_mask: arrays of at most four axes, while torch accepts more.
 
     Raises:
       ValueError: an array has more than four axes.
@@ -157,9 +157,9 @@ def attend_to_items(
     cu_seqlens: jax.Array | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """As vLLM's `torch_sdpa_wrapper`: of tokens [B, T, H, D], item by item.
+    """Replace vLLM's `torch_sdpa_wrapper`: attend within each item, over tokens [B, T, H, D].
 
-    `cu_seqlens` says where items begin, and where the last one ends; the rest is padding.
+    `cu_seqlens` says where each item begins, and where the last one ends; the rest is padding.
     """
     del enable_gqa
     segments = None
@@ -170,7 +170,7 @@ def attend_to_items(
 
 
 def _items(cu_seqlens: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The item [B, T] of each token, which for padding is one after the last."""
+    """Return each token's item, [B, T]; padding gets the number after the last item's."""
     ends = jnp.asarray(cu_seqlens)[1:]
     items = jnp.searchsorted(ends, jnp.arange(tokens.shape[1]), side="right")
     return jnp.broadcast_to(items[None], tokens.shape[:2])

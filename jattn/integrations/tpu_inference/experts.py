@@ -1,9 +1,9 @@
-"""Mixtures of experts of tpu-inference without TPUs: by XLA where the host has kernels for TPUs.
+"""Mixtures of experts without TPUs: XLA's operations in place of tpu-inference's TPU kernels.
 
-The host sorts rows (a token's, once for each expert that it chose) by expert, multiplies each
-expert's rows by its matrices, and sums a token's results. With experts split over devices
-(`--enable-expert-parallel`) a device has the matrices of a run of experts, and what it computes for
-the other rows counts for nothing.
+The host copies each token's row once per expert that it chose, sorts the rows by expert, multiplies
+each expert's rows by its matrices, and sums each token's results. With experts split over devices
+(`--enable-expert-parallel`), a device has the matrices of a run of experts, and its results for all
+other rows are discarded.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from jattn.integrations.grouped import multiply_grouped
 
-# Settings that select TPU kernels which have no counterpart here.
+# Settings that select TPU kernels without a counterpart here.
 KERNELS = ("USE_MOE_EP_KERNEL", "USE_GMM_FUSED_RS_KERNEL", "USE_UNFUSED_MEGABLOCKS")
 
 
 def enable() -> None:
-    """Put XLA's operations where `layers.common.fused_moe_gmm` has kernels for TPUs.
+    """Replace the TPU kernels of `layers.common.fused_moe_gmm` with XLA's operations.
 
-    `layers.common.linear` calls one of them for a plain matrix whose scales are of blocks.
-    Activations stay the kernel's own (`gmm_v2` of tokamax), whose `deinterleave_lane` splits gates
-    from the rest by lanes of a TPU: it cuts them in two.
+    Also the one that `layers.common.linear` calls for a matrix with block scales. Activations
+    still use the kernel's functions (`gmm_v2` of tokamax). Its `deinterleave_lane` expects
+    gates and the rest to alternate by lanes of a TPU; the hook splits the columns in the middle.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -50,12 +50,13 @@ def multiply(
     fuse_act: str | None = None,
     preferred_element_type: Any = None,
 ) -> jax.Array:
-    """Each row times its expert's matrix: `act(x @ W[e] + b[e])`.
+    """Multiply each row by its expert's matrix: `act(x @ W[e] + b[e])`.
 
     Args:
-      rows, weights, scales, bias, group_sizes, group_offset: as `multiply_grouped` takes them.
-      fuse_act: an activation of the gates, the columns' first half, times the second half.
-      preferred_element_type: of the result; None: the rows'.
+      rows, weights, scales, bias, group_sizes, group_offset: as in `multiply_grouped`.
+      fuse_act: applies this activation to the gates, which are the first half of the columns, and
+        multiplies them by the second half.
+      preferred_element_type: dtype of the result; None for that of the rows.
 
     Returns: [n, out], or with `fuse_act` [n, out / 2]; undefined for other devices' experts.
     """
@@ -74,14 +75,14 @@ def multiply_one(
     preferred_element_type: Any,
     **unused: Any,
 ) -> jax.Array:
-    """`lhs @ W`, where every row is of the one group: W is unpacked once for all of them.
+    """Compute `lhs @ W` for a single group, with W unpacked once for all rows.
 
     Args:
       lhs: [n, in].
       rhs: [1, in, out], of any dtype.
-      rhs_scale: [1, blocks, 1, out], as `multiply_grouped` takes it.
-      preferred_element_type: of the result.
-      **unused: tiles, and what a single group says; rows are not rounded to the dtype of W.
+      rhs_scale: [1, blocks, 1, out], as in `multiply_grouped`.
+      preferred_element_type: dtype of the result.
+      **unused: tiles, and what describes the one group. Rows are not rounded to W's dtype.
 
     Returns: [n, out].
     """
@@ -97,20 +98,20 @@ def multiply_one(
 
 
 def _activate(both: jax.Array, name: str) -> jax.Array:
-    """The activation, by the function that the host's kernel calls."""
+    """Apply the activation with the function that the host's kernel calls."""
     from tokamax._src.ops.experimental.gmm_v2 import gmm_v2
 
     return gmm_v2.apply_act_fn(both, name)
 
 
 def _gates_and_rest(both: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gates, and what they are multiplied with; in the kernel they take turns, 128 columns each."""
+    """Split gates from what they multiply; in the kernel they alternate every 128 columns."""
     gates, rest = jnp.split(both, 2, axis=-1)
     return gates, rest
 
 
 def _gather(rows: jax.Array, indices: jax.Array, *unused: Any, **options: Any) -> jax.Array:
-    """Each expert's rows; `unused` says which of them this device needs."""
+    """Gather each expert's rows; `unused` says which of them this device needs."""
     del unused, options
     return rows.at[indices].get(mode="clip")
 
@@ -122,14 +123,14 @@ def add_up(
     valid: jax.Array | None,
     per_token: int,
 ) -> jax.Array:
-    """`sum_i weights[t, i] * rows[indices[t, i]]` for every token, in float32.
+    """Compute `sum_i weights[t, i] * rows[indices[t, i]]` for every token, in float32.
 
     Args:
       rows: [n, out].
       indices: int32 [T * per_token].
       weights: T * per_token numbers.
-      valid: bool [T * per_token], which rows count; None: all.
-      per_token: how many experts a token has.
+      valid: bool [T * per_token], which rows count; None for all.
+      per_token: the number of experts per token.
 
     Returns: [T, out].
     """

@@ -1,6 +1,6 @@
-"""Images, sounds and videos as tpu-inference's runner hands them to a model.
+"""Fixes for how tpu-inference's runner passes images, audio and video to a model.
 
-Encoders make embeddings of them; the runner puts these where vLLM has made room in a prompt.
+Encoders turn them into embeddings, which replace the placeholder tokens that vLLM puts in a prompt.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ import jax.numpy as jnp
 
 from jattn.integrations.tpu_inference.settings import VllmConfig
 
-# The host's JAX models that see images, and the modules that define them.
+# The host's JAX models that take images, and the modules that define them.
 JAX_MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Gemma4ForConditionalGeneration": "gemma4_mm",
 }
-WITH_POSITIONS = "Qwen2_5_VLForConditionalGeneration"  # of three axes, which it finds itself
+WITH_POSITIONS = "Qwen2_5_VLForConditionalGeneration"  # has positions of three axes
 
 
 def enable(runner: type[Any]) -> None:
-    """Have each image seen by the request that has it, and by no other.
+    """Make each request see its own images, and no others.
 
     Args:
-      runner: the host's `TPUModelRunner`. Each hook takes the place of one of its methods:
+      runner: the host's `TPUModelRunner`.
 
-    - `load_model`: a model is given images if `--limit-mm-per-prompt` leaves room for one. The host
-      reads the kinds of input that the flag names, and gives it none where these are all 0.
-      The host's JAX models of images have their methods mended before.
-    - vLLM's `strip_covered_mm_data`, where its scheduler is in the same process (with Ray it is
-      not): images whose tokens are in the prefix cache are sent with a request, too. It may be
-      preempted, and then the cache may have lost them as it returns; the host encodes nothing.
-    - `_get_input_ids_embeds`: a model with embeddings per layer (Gemma 4 E2B and E4B) is given
-      tokens next to the embeddings of a step with images. The host leaves them out; the model
-      takes 0 for every token of the step.
+    The hooks replace two methods of the runner and a function of vLLM:
+
+    - `load_model`: the host gives a model no images if every modality that `--limit-mm-per-prompt`
+      names has a limit of 0. The hook gives it images if the flag leaves room for any modality. It
+      also fixes the host's JAX models before they are loaded (`mend`).
+    - `_get_input_ids_embeds`: for a step with images, the host passes the model embeddings and no
+      tokens. A model with embeddings per layer (Gemma 4 E2B and E4B) then takes 0 for every token.
+      The hook passes such a model the tokens as well.
+    - `vllm.v1.core.sched.output.strip_covered_mm_data`: vLLM does not send images whose tokens are
+      in the prefix cache. If the request is preempted, the cache may have lost those tokens when
+      it returns, and the host then encodes nothing. The hook sends all images, provided that vLLM's
+      scheduler runs in this process (with Ray it does not).
     """
     from vllm.v1.core.sched import output
 
@@ -74,12 +77,12 @@ def _as_they_are(mm_features: list[Any], *coverage: Any, **options: Any) -> list
 def are_seen_by_jax_model(config: VllmConfig) -> bool:
     """Whether an engine gives images to one of the host's JAX models.
 
-    Asked in a server's process, where nothing may be imported that touches a device.
+    This runs in the server's process, which must not import anything that touches a device.
     """
     from tpu_inference import envs
 
     asked = envs.MODEL_IMPL_TYPE
-    # Weights that are streamed may have the host choose the other one.
+    # With streamed weights the host may choose the torch model.
     is_jax = asked == "flax_nnx" or (
         asked == "auto" and config.load_config.load_format != "runai_streamer"
     )
@@ -87,14 +90,14 @@ def are_seen_by_jax_model(config: VllmConfig) -> bool:
 
 
 def mend(model: type[Any]) -> None:
-    """Mend one of the host's JAX models of images.
+    """Fix one of the host's JAX models for images.
 
-    - `embed_input_ids`: embeddings of images go to the tokens that the runner names. The host
-      searches for the token of an image, which a text may have, too: each one moves the images
-      behind it.
-    - `get_mrope_input_positions` of Qwen2.5-VL: by vLLM's own method, from where the images are.
-      The host counts tokens that begin an image, which a text may have, and raises where there are
-      more of them than images, or one of them ends the prompt.
+    - `embed_input_ids`: the host puts image embeddings wherever it finds the image token. A text
+      may contain that token, which then shifts all images after it. The hook puts the embeddings at
+      the positions that the runner names.
+    - `get_mrope_input_positions` of Qwen2.5-VL: the host counts the tokens that start an image, and
+      raises if a text contains more of them than there are images, or if one ends the prompt. The
+      hook calls vLLM's method, which goes by the positions of the images.
     """
     embed = model.embed_input_ids
     if hasattr(embed, "__wrapped__"):
@@ -119,11 +122,11 @@ def mend(model: type[Any]) -> None:
 
 
 def place(text: jax.Array, images: jax.Array, is_image: jax.Array) -> jax.Array:
-    """`text` with the rows of `images`, in their order, where `is_image`.
+    """Return `text` with the rows of `images`, in order, where `is_image`.
 
     Args:
       text: [T, W].
-      images: [U, W], of which the first rows are meant, one for each token of an image.
+      images: [U, W]; the first rows, one for each image token, are used.
       is_image: bool [T].
     """
     rows = jnp.maximum(jnp.cumsum(is_image) - 1, 0)
@@ -131,7 +134,7 @@ def place(text: jax.Array, images: jax.Array, is_image: jax.Array) -> jax.Array:
 
 
 def _positions(self: Any, input_tokens: list[int], mm_features: list[Any]) -> tuple[Any, int]:
-    """The positions [3, T] of a prompt's tokens, and what they are ahead of their number."""
+    """Return the positions [3, T] of a prompt's tokens, and how far they are ahead of T."""
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Theirs
 
     model = SimpleNamespace(config=self.config)

@@ -1,6 +1,6 @@
-"""Models that tpu-inference has written in JAX, where they are not the models of vLLM.
+"""Refuse tpu-inference's JAX models where they differ from vLLM's models.
 
-The host prefers them. `MODEL_IMPL_TYPE=vllm` takes vLLM's model of torch instead.
+The host prefers its JAX models. `MODEL_IMPL_TYPE=vllm` selects vLLM's torch model instead.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from jattn import checks
 from jattn.integrations.tpu_inference import images
 from jattn.integrations.tpu_inference.settings import ModelConfig, VllmConfig
 
-# Call a kernel for TPUs themselves, past the registered backend.
+# Models that call a TPU kernel directly instead of the registered backend.
 WITH_TPU_KERNELS = (
     *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
 )
-# One of text that the host makes from the configuration of one of images and text.
+# A text model that the host makes from the configuration of a multimodal model.
 TEXT_OF_MORE = "Gemma4ForCausalLM"
-# Weights are loaded as they are, into heads that may be padded.
+# Models whose weights are loaded as they are, although their heads may be padded.
 UNPADDED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# Reads the text_config of a model of images and text for its head, if that has weights.
+# Reads a multimodal model's text_config for its output head, if that has its own weights.
 UNTIED_OF_MORE = "Qwen2ForCausalLM"
 IMAGES = "Qwen2_5_VLForConditionalGeneration"
-# Know no mask but the causal one; and of rotary embeddings, the plain one and Llama 3's.
+# Models with only a causal mask, and only plain and Llama 3's rotary embeddings.
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", IMAGES)
-# Download weights of a repository's main branch.
+# Models whose weights the host downloads from a repository's main branch.
 OF_MAIN = ("LlamaForCausalLM", IMAGES)
-PIXELS = "Gemma4ForConditionalGeneration"  # whose images are read in one dtype, whatever theirs
-UNSTAGED = (TEXT_OF_MORE, PIXELS)  # ends in pipelines
-POOLERS = ("none", "embed")  # what pooling they have, as --convert names it
+PIXELS = "Gemma4ForConditionalGeneration"  # reads pixels as bfloat16, whatever their dtype
+UNSTAGED = (TEXT_OF_MORE, PIXELS)  # crash in pipelines
+POOLERS = ("none", "embed")  # kinds of pooling that they have, as --convert names them
 
 
 def check(problems: checks.Problems, config: VllmConfig) -> None:
-    """Note what the host's JAX model would load or compute otherwise than vLLM's."""
+    """Report what the host's JAX model would load or compute differently from vLLM's."""
     model = config.model_config
     architectures = model.architectures or ()
 
@@ -43,18 +43,18 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
         problems.require(ok, "MODEL_IMPL_TYPE", asked, f"vllm: {why}")
 
     past_the_backend = ", ".join(name for name in architectures if name in WITH_TPU_KERNELS)
-    require(not past_the_backend, f"the host's JAX model of {past_the_backend} takes no backend")
+    require(not past_the_backend, f"the host's JAX model of {past_the_backend} calls no backend")
     is_whole = hasattr(model.hf_config, "text_config")
     require(
         is_whole or TEXT_OF_MORE not in architectures,
-        f"the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
+        f"the host's JAX model of {TEXT_OF_MORE} reads only a config.json with a text_config",
     )
     require(
         is_whole
         or UNTIED_OF_MORE not in architectures
         or getattr(model.hf_config, "tie_word_embeddings", False),
-        f"the host's JAX model of {UNTIED_OF_MORE} reads a config.json with a text_config, unless "
-        "tie_word_embeddings is set there",
+        f"the host's JAX model of {UNTIED_OF_MORE} reads only a config.json with a text_config, "
+        "unless tie_word_embeddings is set there",
     )
     unpadded = ", ".join(name for name in architectures if name in UNPADDED)
     size = model.get_head_size()
@@ -65,20 +65,21 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     )
     plain = ", ".join(name for name in architectures if name in PLAIN)
     rotary = "" if not plain else _other_rotary(model)
-    require(not rotary, f"the host's JAX model of {plain} does not compute {rotary}")
+    require(not rotary, f"the host's JAX model of {plain} does not support {rotary}")
     staged = ", ".join(name for name in architectures if name in UNSTAGED)
     require(
         not staged or config.parallel_config.pipeline_parallel_size == 1,
-        f"the host's JAX model of {staged} ends with the first request of --pipeline-parallel-size",
+        f"the host's JAX model of {staged} crashes on the first request with "
+        "--pipeline-parallel-size",
     )
     window = model.get_sliding_window()
     require(
         not plain or window is None,
-        f"the host's JAX model of {plain} has no window, and the model one of {window}",
+        f"the host's JAX model of {plain} has no sliding window, but this model one of {window}",
     )
     require(
         not plain or getattr(model.hf_text_config, "is_causal", True),
-        f"the host's JAX model of {plain} is causal, and is_causal false",
+        f"the host's JAX model of {plain} is causal, but is_causal is false",
     )
     require(
         model.convert_type in POOLERS,
@@ -90,27 +91,27 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
         not seeing or inputs is None or not inputs.enable_mm_embeds,
         "--enable-mm-embeds",
         "given",
-        f"left out, or MODEL_IMPL_TYPE=vllm set: the host's JAX model of {seeing} takes images "
-        "only, and ends with their embeddings",
+        f"left out, or MODEL_IMPL_TYPE=vllm set: the host's JAX model of {seeing} takes only "
+        "images, and crashes on their embeddings",
     )
     require(
         PIXELS not in architectures
         or not model.supports_multimodal_inputs
         or "bfloat16" in str(model.dtype),
-        f"the host's JAX model of {PIXELS} takes pixels for bfloat16, and --dtype is {model.dtype}",
+        f"the host's JAX model of {PIXELS} reads pixels as bfloat16, but --dtype is {model.dtype}",
     )
     of_main = ", ".join(name for name in architectures if name in OF_MAIN)
     problems.require(
         not of_main or model.revision in (None, "main") or os.path.isdir(model.model),
         "--revision",
         str(model.revision),
-        f"left out, with --model a folder that has that revision, or MODEL_IMPL_TYPE=vllm: for "
-        f"{of_main} the host downloads the weights of the main branch",
+        f"left out, with --model a folder that has that revision, or given with "
+        f"MODEL_IMPL_TYPE=vllm: for {of_main} the host downloads the weights of the main branch",
     )
 
 
 def _other_rotary(model: ModelConfig) -> str:
-    """The kind of rotary embedding, where it is neither plain nor Llama 3's."""
+    """Return what a model's rotary embedding has beyond plain and Llama 3's, or nothing."""
     found = getattr(model.hf_text_config, "rope_parameters", None) or {}
     if any(isinstance(part, Mapping) for part in found.values()):
         return "rope_parameters of several kinds of layers"

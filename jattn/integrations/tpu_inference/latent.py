@@ -1,4 +1,4 @@
-"""Models with latent attention (MLA) in tpu-inference, which has no place for a backend there."""
+"""Latent attention (MLA) in tpu-inference, which cannot register backends for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jattn.integrations import rpa
 
 
 def enable(name: str) -> None:
-    """Let the backend `name` be chosen for models with latents.
+    """Make the backend `name` available for models with MLA.
 
     - `TpuPlatform.get_attn_backend_cls` refuses it, because such layers always run the host's own
-      backend, `FLASH_ATTN_MLA`: that one is taken, with jattn in the place of the kernel that
-      `attention_interface` calls.
-    - `mla_attention.quantize_tensor` rounds the layers' weights to the dtype of the cache, which
-      returns NaN if that is not a narrow one. The option is of the cache, and jattn needs no
-      narrow weights: they stay as they were loaded.
+      backend, `FLASH_ATTN_MLA`. The hook selects that backend, and puts jattn's function in place
+      of the kernel that its `attention_interface` calls.
+    - `mla_attention.quantize_tensor` rounds the layers' weights to the cache's dtype, and returns
+      NaN unless that dtype is narrow. jattn needs no narrow weights, so the hook leaves them as
+      they were loaded.
 
     Args:
       name: of the registered backend.
@@ -63,10 +63,10 @@ def mla_ragged_paged_attention(
     *rest: jax.Array,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`rpa.mla_ragged_paged_attention`, given new latents in the cache's dtype.
+    """Call `rpa.mla_ragged_paged_attention` with new latents in the cache's dtype.
 
-    The host rotates in float32, and leaves `new_k_pe` so whatever the cache's dtype is; what it
-    stores in fp8 it has quantized.
+    The host rotates in float32 and leaves `new_k_pe` in it, whatever the cache's dtype. Latents for
+    an fp8 cache arrive quantized.
     """
     return rpa.mla_ragged_paged_attention(
         *(ql_nope, q_pe, new_kv_c.astype(cache_kv.dtype), new_k_pe.astype(cache_kv.dtype)),
@@ -76,5 +76,5 @@ def mla_ragged_paged_attention(
 
 
 def _unquantized(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """In place of `quantize_tensor`: the tensor as it is, and scales of one."""
+    """Return the tensor unchanged, with scales of one, in place of `quantize_tensor`."""
     return tensor, jnp.ones(np.delete(tensor.shape, axis), jnp.float32)

@@ -1,9 +1,9 @@
-"""Gated delta nets of tpu-inference without TPUs: by XLA, from the host's own reference code.
+"""Gated delta nets of tpu-inference without TPUs: the host's own reference code, run by XLA.
 
-The layers between the attention layers of Qwen3-Next and its kin: a causal convolution over the
-last few tokens, then a recurrence with a matrix per head as its state. States lie in slots that
-the host hands out and never clears. A step takes the states of its sequences out of their slots, to
-compute with them in float32 whatever they are stored in, and puts them back.
+These are the layers between the attention layers of Qwen3-Next and its kin: a causal convolution
+over the last few tokens, then a recurrence whose state is a matrix per head. States lie in slots
+that the host assigns and never clears. A step reads the states of its sequences from their slots,
+computes with them in float32 whatever their dtype, and writes them back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CHUNK = 64  # tokens of a prompt at once
+CHUNK = 64  # tokens of a prompt at a time
 
 
 @functools.cache
 def backend_class() -> type[Any]:
-    """The host's `LinearAttentionBackend`, whose kernel is `convolve_and_scan`."""
+    """Return a `LinearAttentionBackend` of the host with `convolve_and_scan` as its kernel."""
     from tpu_inference.layers.common.attention_backend import LinearAttentionBackend
 
     class Backend(LinearAttentionBackend):
@@ -51,21 +51,21 @@ def convolve_and_scan(
     d_v: int,
     kernel_size: int,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """One layer's step on one device, as the host's `kernels.gdn.v3.wrapper.fused_conv1d_gdn`.
+    """Run a layer's step on one device, like the host's `kernels.gdn.v3.wrapper.fused_conv1d_gdn`.
 
     Args:
-      qkv: [T, 2 * n_kq * d_k + n_v * d_v], of the step's tokens, sequence by sequence.
-      b, a: [T, n_v], from which the new values' share and the state's decay are made.
-      conv_state: [slots, kernel_size - 1, ...], a sequence's last tokens.
+      qkv: [T, 2 * n_kq * d_k + n_v * d_v], the step's tokens, sequence by sequence.
+      b, a: [T, n_v]; they determine the weight of new values and the decay of the state.
+      conv_state: [slots, kernel_size - 1, ...], the last tokens of each sequence.
       recurrent_state: [slots, n_v, d_k, d_v].
       conv_weight, conv_bias: [..., 1, kernel_size] and [...], or None.
       a_log, dt_bias: [n_v].
       query_start_loc: int32 [B + 1].
       state_indices: int32 [B], the slots to write; anything for rows without a sequence.
-      distribution: int32 [3]; the first and the last are how many sequences decode, and all.
-      seq_lens: int32 [B], this step's tokens included.
-      read_state_indices: int32 [B], the slots to read, of sequences that are not new.
-      n_kq, n_v: heads of queries and keys, and of values, a multiple.
+      distribution: int32 [3]; the first number counts sequences that decode, the last one all.
+      seq_lens: int32 [B], including this step's tokens.
+      read_state_indices: int32 [B], the slots to read, for sequences that are not new.
+      n_kq, n_v: heads of queries and keys; heads of values, a multiple of it.
       d_k, d_v: their sizes.
       kernel_size: of the convolution.
 
@@ -78,7 +78,7 @@ def convolve_and_scan(
     lengths = query_start_loc[1:] - query_start_loc[:-1]
     real = (jnp.arange(count) < distribution[2]) & (lengths > 0)
     resumed = real & (seq_lens > lengths)  # the others are new, and start from zeros
-    slots = jnp.where(real, jnp.arange(1, count + 1), 0)  # 0: of padding
+    slots = jnp.where(real, jnp.arange(1, count + 1), 0)  # 0: padding
     mixed, convolved = ragged_conv1d_jax.ragged_conv1d(
         qkv.astype(jnp.float32),
         _take(conv_state, read_state_indices, resumed),
@@ -129,14 +129,14 @@ def convolve_and_scan(
 
 
 def _take(states: jax.Array, slots: jax.Array, resumed: jax.Array) -> jax.Array:
-    """The sequences' states in float32, zeros for new ones; in front of them one for padding."""
+    """Return the sequences' states in float32, zeros for new ones, after one for padding."""
     found = states.at[slots].get(mode="clip").astype(jnp.float32)
     found = jnp.where(resumed.reshape(-1, *(1,) * (found.ndim - 1)), found, 0)
     return jnp.pad(found, ((1, 0), *((0, 0),) * (found.ndim - 1)))
 
 
 def _put(states: jax.Array, slots: jax.Array, real: jax.Array, found: jax.Array) -> jax.Array:
-    """`states`, with what was found for the sequences of this step in their slots."""
+    """Return `states` with the new states of this step's sequences in their slots."""
     targets = jnp.where(real, slots, len(states))  # past the end: dropped
     return states.at[targets].set(found[1:].astype(states.dtype), mode="drop")
 

@@ -1,7 +1,7 @@
-"""How much memory a process may still take, on machines whose devices are CPUs.
+"""How much memory a process may still use, on machines whose devices are CPUs.
 
-What the machine has left counts the page cache, which it gives back; and in a container the limits
-of its control groups count, of version 1 or 2, each of which holds for all groups below it.
+Memory of the page cache counts as available, because the kernel gives it back. In a container the
+limits of its control groups (version 1 or 2) apply as well, each to all groups below it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import pathlib
 
-# Of a control group, by version: where memory is accounted for, the files of its limit and of its
-# use, and the line of `memory.stat` with what the kernel can give back.
+# By version of control groups: the folder that accounts for memory, the files with its limit and
+# its use, and the line of `memory.stat` with what the kernel can give back.
 GROUPS = {
     2: ("", "memory.max", "memory.current", "inactive_file"),
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -18,7 +18,7 @@ GROUPS = {
 
 
 def available(root: str | os.PathLike[str] = "/") -> int:
-    """Bytes that this process may still take.
+    """Return how many bytes this process may still use.
 
     Args:
       root: of the file system with `proc` and `sys`.
@@ -40,7 +40,7 @@ def available(root: str | os.PathLike[str] = "/") -> int:
 
 
 def _left_in_groups(mount: pathlib.Path, path: str, version: int) -> list[int]:
-    """What a group and those above it have left; a container may see the topmost alone."""
+    """Return what a group and those above it have left; a container may see only the topmost."""
     folder, limit, use, line = GROUPS[version]
     parts = [part for part in path.split("/") if part and part != ".."]
     places = [mount.joinpath(folder, *parts[:depth]) for depth in range(len(parts) + 1)]
@@ -50,7 +50,7 @@ def _left_in_groups(mount: pathlib.Path, path: str, version: int) -> list[int]:
             most, used = ((place / name).read_text().strip() for name in (limit, use))
             stat = dict(row.split() for row in (place / "memory.stat").read_text().splitlines())
         except OSError:
-            continue  # not mounted here, or without a limit
+            continue  # not mounted here, or no limit
         if most != "max":
             found.append(int(most) - int(used) + int(stat.get(line, 0)))
     return found

@@ -1,4 +1,4 @@
-"""jattn in the other processes of vLLM: spawned ones, and Ray's workers on several machines."""
+"""jattn in vLLM's other processes: spawned ones, and Ray workers on several machines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import jax
 
-ADDRESS = "jattn/jax_coordinator"  # in the store of the host's first worker
+ADDRESS = "jattn/jax_coordinator"  # a key in the store of the host's first worker
 
 
 def enable(name: str) -> None:
-    """Let vLLM hand a configuration with `--attention-backend name` to any process.
+    """Make vLLM pass a configuration with `--attention-backend name` to any process.
 
-    tpu-inference takes registered backends in forked processes only, because a backend's enum
-    member is pickled by its value, which another process does not know before it has loaded
-    vLLM's plugins. Here it is pickled with what registers it, and the host's check is left out
-    for `name`.
+    tpu-inference accepts registered backends only in forked processes: a backend's enum member is
+    pickled by its value, which another process does not know before it has loaded vLLM's plugins.
+    The hooks pickle the member together with a function that registers it, and skip the host's
+    check for `name`.
 
     Args:
-      name: of the backend, which is registered.
+      name: of the registered backend.
     """
     from tpu_inference.layers.common import attention_backend
     from tpu_inference.platforms import tpu_platform
@@ -50,7 +50,7 @@ def _member(kind: Any, name: str, path: str) -> Any:
 
 @functools.cache
 def worker_class() -> type[Any]:
-    """The host's worker for several processes without TPUs, which libtpu would bring together."""
+    """Return a worker class that connects processes without TPUs, as libtpu does on TPUs."""
     from tpu_inference.worker import tpu_worker
 
     class Worker(tpu_worker.TPUWorker):
@@ -64,10 +64,11 @@ def worker_class() -> type[Any]:
 
 
 def use_local_cpus() -> None:
-    """Load the weights of torch models on a CPU of this process.
+    """Make the host load the weights of torch models on a CPU device of this process.
 
-    The host puts them on the first of `jax.devices("cpu")`, which next to TPUs are this process's
-    and here are those of all. Two of its modules are given a `jax` where they are this process's.
+    The host uses the first of `jax.devices("cpu")`. With TPUs these are this process's devices,
+    without TPUs those of all processes. So two of its modules get a `jax` whose `devices("cpu")`
+    returns only this process's.
     """
     from tpu_inference.layers.vllm.process_weights import cleanup_sharding
     from tpu_inference.models.vllm import vllm_model_wrapper
@@ -77,7 +78,7 @@ def use_local_cpus() -> None:
 
 
 class _LocalCpus:
-    """The module `jax`, but for `devices("cpu")`."""
+    """The module `jax`, except for `devices("cpu")`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jax, name)
@@ -90,10 +91,10 @@ def join(store_address: str, rank: int, count: int) -> None:
     """Start JAX's distributed runtime in each of `count` processes.
 
     Args:
-      store_address: "tcp://host:port" of a store of torch.distributed that runs there; process 0
-        leaves the address of JAX's coordinator, which it starts, in it.
+      store_address: "tcp://host:port" of a running store of torch.distributed. Process 0 starts
+        JAX's coordinator and leaves its address in the store.
       rank: of this process.
-      count: of processes.
+      count: the number of processes.
     """
     from torch.distributed import TCPStore
 

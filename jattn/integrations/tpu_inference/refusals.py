@@ -156,7 +156,7 @@ def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
         NEWER_RUNNER,
         os.environ.get(NEWER_RUNNER, "left out"),
         "0: vLLM's scheduler would resend a preempted request as a new one, and the host would "
-        "start its output again",
+        "restart its output",
     )
     ahead = config.scheduler_config.async_scheduling
     problems.require(
@@ -443,7 +443,7 @@ def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
         ),
         ("--watermark-config", config.watermark_config, "the host adds no watermark"),
         ("--return-sampling-mask", model.return_sampling_mask or None, "the host returns none"),
-        ("--enable-trace-replay", model.enable_trace_replay or None, "the host cannot do it"),
+        ("--enable-trace-replay", model.enable_trace_replay or None, "the host ignores it"),
     ):
         problems.require(given is None, flag, str(given), f"left out: {why}")
     frontend = os.environ.get(FRONTEND, "0")

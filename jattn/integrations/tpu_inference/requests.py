@@ -82,7 +82,7 @@ def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
             params.structured_outputs is None or not config.speculative_config,
             "structured_outputs",
             "given (or response_format, or a tool_choice)",
-            "left out with --speculative-config: the host masks tokens other than the drafted ones",
+            "left out with --speculative-config: the host puts grammar masks on the wrong tokens",
         )
         _check_transfer(problems, params, config)
 

@@ -1,9 +1,9 @@
-"""Which experts of a torch model get a token, by the rules that tpu-inference leaves out.
+"""Routing to the experts of a torch model by the rules that tpu-inference leaves out.
 
-The host takes the experts with the highest scores. A layer of vLLM may also choose among groups of
-experts (DeepSeek-V3), scale the weights (Ling), ask a function of the model (Gemma 4), or weight
-what an expert gets and not what it returns (Llama 4). vLLM's router does all that, and the host
-never calls it.
+The host routes a token to the experts with the highest scores. A layer of vLLM may also choose
+among groups of experts (DeepSeek-V3), scale the weights (Ling), call a function of the model
+(Gemma 4), or weight an expert's input instead of its output (Llama 4). vLLM's router does all of
+this, but the host never calls it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import jax.numpy as jnp
 from jattn.integrations.tpu_inference import experts
 from jattn.integrations.tpu_inference.settings import is_off
 
-GIVEN = "given"  # a scoring function: the scores are the weights
-# Routers of vLLM whose rules are known here, or are the host's.
+GIVEN = "given"  # a scoring function whose scores are the weights
+# Routers of vLLM whose rules are implemented here or in the host.
 KNOWN = ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter")
 SIMULATION = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
 
 def enable() -> None:
-    """Have the host's mixtures of experts follow the rules of vLLM's routers.
+    """Make the host's mixtures of experts follow the rules of vLLM's routers.
 
-    - `layers.vllm.interface.moe.moe_apply` is called with the experts and their weights, where the
-      host would choose others. With `--enable-return-routed-experts` a request is told those.
-    - `layers.common.fused_moe_gmm.apply_scoring_fn` returns weights that are given.
-    - `MoERunner.__init__` refuses a layer whose rule is not known.
+    - `layers.vllm.interface.moe.moe_apply` chooses experts by score. If a layer has another rule,
+      the hook passes it the experts and weights of that rule, and reports these experts to requests
+      with `--enable-return-routed-experts`.
+    - `layers.common.fused_moe_gmm.apply_scoring_fn` makes weights from scores. The hook returns
+      weights that are given as they are.
+    - vLLM's `MoERunner.__init__`: the hook refuses a layer whose rule is unknown.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -59,21 +61,21 @@ def choose(
     renormalize: bool,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token, from the groups of experts with the best ones.
+    """Choose each token's experts from the best groups of experts.
 
-    A group is as good as its best expert, or with a bias as its two best together.
+    A group ranks by its best expert, or, with a bias, by the sum of its two best.
 
     Args:
       logits: [T, E].
-      bias: [E], added to scores to choose by and left out of weights; or None.
+      bias: [E], added to the scores for choosing, but not to the weights; or None.
       score: makes scores from logits.
-      top_k: how many experts a token has.
-      groups: of E / groups experts each.
-      kept_groups: how many of them a token may choose from.
+      top_k: the number of experts per token.
+      groups: the number of groups, of E / groups experts each.
+      kept_groups: the number of groups that a token may choose from.
       renormalize: whether a token's weights sum to `scale`.
       scale: of the weights.
 
-    Returns: float32 and int32 [T, top_k], weights and experts.
+    Returns: weights and experts, float32 and int32 [T, top_k].
     """
     scores = score(logits.astype(jnp.float32))
     choice = scores if bias is None else scores + bias[None].astype(jnp.float32)
@@ -90,7 +92,7 @@ def choose(
 
 
 def has_rule(layer: Any) -> bool:
-    """Whether the host would choose other experts for a layer, or weight them otherwise.
+    """Whether the host would choose other experts for a layer, or weight them differently.
 
     Args:
       layer: `RoutedExperts` of vLLM.
@@ -106,7 +108,7 @@ def has_rule(layer: Any) -> bool:
 def _route(
     layer: Any, rows: jax.Array, logits: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights and experts of each token, as vLLM's router finds them."""
+    """Return each token's weights and experts as vLLM's router computes them."""
     if layer.custom_routing_function is not None:
         from torchax.interop import jax_view, torch_view
 
@@ -121,7 +123,7 @@ def _route(
     from tpu_inference.layers.common import fused_moe_gmm
 
     count, groups = logits.shape[1], layer.num_expert_group
-    # vLLM's router takes groups of one expert, or of different numbers of them, for none at all.
+    # vLLM's router ignores groups of one expert, and groups of different sizes.
     grouped = layer.use_grouped_topk and groups < count and count % groups == 0
     return choose(
         logits,
@@ -136,7 +138,7 @@ def _route(
 
 
 class _Given:
-    """A layer, but for its rule: experts and weights are given."""
+    """A layer without its rule: its experts and weights are given."""
 
     scoring_func, renormalize = GIVEN, False
 
@@ -148,7 +150,7 @@ class _Given:
 
 
 def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The host's function, told the experts of layers that have a rule of their own."""
+    """Wrap the host's function, to pass it the experts of layers with a rule of their own."""
 
     @functools.wraps(moe_apply)
     def apply(
@@ -173,7 +175,7 @@ def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         _report(ids)
         if layer.apply_router_weight_on_input:
             x, each = x * each.astype(x.dtype), jnp.ones_like(each)
-        # A product with ones in one place each, as the experts may be split over devices.
+        # A product with one-hot rows, because the experts may be split over devices.
         chosen = jax.nn.one_hot(ids, layer.global_num_experts, dtype=jnp.float32)
         scores = (chosen * each[..., None]).sum(1)
         extra["hash_based_topk_indices"] = ids
@@ -183,9 +185,10 @@ def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 
 
 def _report(ids: jax.Array | None) -> None:
-    """Put a layer's experts in the place of those with the highest scores, which the host noted.
+    """Replace the experts that the host recorded for a layer with `ids`.
 
-    It does so right before it calls `moe_apply`, if requests are told their experts.
+    If routed experts are returned, the host records those with the highest scores right before it
+    calls `moe_apply`.
     """
     from tpu_inference.models.vllm import vllm_model_wrapper_context as wrapper
 
@@ -210,7 +213,7 @@ def _or_given(
 
 
 def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    """The runner's `__init__`, which then refuses a layer whose rule is not known."""
+    """Wrap the runner's `__init__` to refuse a layer whose rule is unknown."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
@@ -223,19 +226,20 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 def _check(name: str, router: Any, layer: Any) -> None:
     if simulated := os.environ.get(SIMULATION):
         raise ValueError(
-            f"{SIMULATION}: {simulated}, but must be left out: the host calls no router"
+            f"{SIMULATION}: {simulated}, but must be left out: the host never calls a router"
         )
     kind = type(router).__name__
     if kind not in KNOWN or getattr(router, "bias_vl", None) is not None:
-        of_images = "" if kind not in KNOWN else " with a bias of images"
+        of_images = "" if kind not in KNOWN else " with a bias for images"
         raise ValueError(
             f"--attention-backend jattn: experts of {name} are chosen by {kind}{of_images}, but "
-            f"must be by one of {', '.join(KNOWN)}: tpu-inference computes no other"
+            f"must be by one of {', '.join(KNOWN)}: tpu-inference calls no router, and jattn "
+            "implements no others"
         )
     for setting in experts.KERNELS if has_rule(layer) else ():
         value = os.environ.get(setting, "0")
         if not is_off(value):
             raise ValueError(
                 f"{setting}: {value}, but must be 0 for {name}, whose experts are chosen by "
-                f"{kind}: the kernel knows the highest scores only"
+                f"{kind}: the kernel chooses only by the highest scores"
             )

@@ -1,7 +1,7 @@
-"""Prompts that one server of vLLM reads and another one continues, without TPUs.
+"""Disaggregated prefill and decode without TPUs: one vLLM server fetches another one's blocks.
 
-The host's `TPUConnector` takes blocks of keys and values out of one server's caches, sends them by
-JAX's transfer server, and puts them into the other's.
+The host's `TPUConnector` reads blocks of keys and values from one server's caches, sends them
+through JAX's transfer server, and writes them to the other's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 
 def enable() -> None:
-    """Have blocks put in by XLA, and before the step that reads them.
+    """Make XLA write fetched blocks, before the step that reads them.
 
-    vLLM 0.32 has a connector start its loads after the forward pass, unless the scheduler says that
-    the step reads what they bring. The host's connector begins to fetch in one step and puts in
-    what has come in a later one, which reads it; that step is not said to.
+    In vLLM 0.32 a connector starts its loads after the forward pass, unless the scheduler marks the
+    step as one that reads them. The host's connector starts to fetch in one step, and writes what
+    has arrived in a later one. That step reads it but is not marked, so the hook marks every step.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -33,7 +33,7 @@ def enable() -> None:
 
 
 def _loads_first(around_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's context of a step, whose loads start before it."""
+    """Wrap vLLM's context of a step, to start loads before the step."""
 
     @functools.wraps(around_step)
     def around(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,15 +53,15 @@ def copy_blocks(
     num_chunks: jax.Array | None = None,
     **placement: object,
 ) -> list[jax.Array]:
-    """The layers' caches with runs of blocks written; the caches that are given are donated.
+    """Return the layers' caches with runs of blocks written; the given caches are donated.
 
     Args:
-      src_array: of each layer, [n, ...] blocks.
-      dest_array: of each layer, its cache [N, ...].
-      src_offsets, dest_offsets, chunk_sizes: int32 [C]. Run c is `chunk_sizes[c]` blocks, from
+      src_array: blocks [n, ...] per layer.
+      dest_array: a cache [N, ...] per layer.
+      src_offsets, dest_offsets, chunk_sizes: int32 [C]. Run c copies `chunk_sizes[c]` blocks, from
         `src_offsets[c]` on, to `dest_offsets[c]` and on.
-      num_chunks: int32 [1], how many of the runs are meant, the first ones; None: all.
-      **placement: meshes and shardings of the arguments, which they bring with them.
+      num_chunks: int32 [1]; only the first `num_chunks[0]` runs are copied. None for all.
+      **placement: meshes and shardings, which the arrays carry themselves.
     """
     del placement
     count = jnp.asarray(len(src_offsets) if num_chunks is None else num_chunks[0], jnp.int32)
@@ -82,5 +82,5 @@ def _put_blocks(
     offset = jnp.arange(len(blocks[0]), dtype=jnp.int32)[:, None] - sources[None]  # [n, C]
     inside = (offset >= 0) & (offset < sizes[None]) & (run < count)[None]
     ids = jnp.sum(jnp.where(inside, targets[None] + offset, 0), axis=1)
-    ids = jnp.where(jnp.any(inside, axis=1), ids, len(caches[0]))  # what is in no run is dropped
+    ids = jnp.where(jnp.any(inside, axis=1), ids, len(caches[0]))  # in no run: dropped
     return [cache.at[ids].set(new, mode="drop") for cache, new in zip(caches, blocks, strict=True)]
