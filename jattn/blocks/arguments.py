@@ -1,4 +1,4 @@
-"""Arguments as int32 arrays, checked while their values are still at hand; ids as indices."""
+"""Converting arguments to checked int32 arrays, and ids to indices that never wrap around."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Integers = (
 def as_int32(
     problems: Problems, argument: str, value: Integers, ranks: tuple[int, ...]
 ) -> jax.Array:
-    """`value` as an int32 array of one of the given ranks; notes a problem if it is not one.
+    """Return `value` as an int32 array of one of the given ranks, or note a problem.
 
-    Concrete values that int32 cannot hold are a problem as well: narrowed, they would name others.
+    Concrete values that int32 cannot hold are also a problem: truncated, they would be other ids.
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.size == 0 and not hasattr(value, "dtype"):
-        array = array.astype(np.int32)  # an empty list says nothing about its dtype
+        array = array.astype(np.int32)  # an empty list has no dtype to check
     ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
     must = " or ".join(f"{rank}-dimensional" for rank in ranks)
     ok = problems.expect(ok, argument, value, f"an integer array, {must}")
@@ -51,14 +51,14 @@ def as_int32(
 
 
 def noted(problems: Problems, argument: str) -> bool:
-    """Whether a problem with `argument` is noted already."""
+    """Whether a problem with `argument` was already noted."""
     return any(problem.startswith(f"{argument}: ") for problem in problems.found)
 
 
 def require_shape(
     problems: Problems, argument: str, array: jax.Array, shape: tuple[int, ...], why: str
 ) -> None:
-    """Note a problem unless `array` has `shape`, or has a problem already."""
+    """Note a problem unless `array` has `shape` or already has a problem."""
     problems.require(
         array.shape == shape or noted(problems, argument),
         argument,
@@ -68,7 +68,7 @@ def require_shape(
 
 
 def inside_or_end(ids: jax.Array, end: int) -> jax.Array:
-    """Maps ids outside 0..end-1 to `end`, so that `mode="drop"` or "fill" leaves them out.
+    """Map ids outside 0..end-1 to `end`, so that `mode="drop"` or "fill" skips them.
 
     A negative index would otherwise count from the end.
     """

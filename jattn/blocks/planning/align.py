@@ -1,19 +1,20 @@
 """vLLM's hybrid page alignment as a pure function, exact to the byte.
 
-One pool of bytes serves attention blocks and recurrent states alike, so both need pages of one
-size. With t bytes per token, S bytes per state, a the granularity (the least block that the
+One pool of bytes serves both attention blocks and recurrent states, so both need pages of one
+size. With t bytes per token, S bytes per state, and the granularity a (the smallest block that the
 attention backend takes and the user allows), the block grows until a state fits its page:
 
     block = a * ceil(S / (a t))                       modes "none" and "align"
     block = round_up(ceil(S / t), lcm(chunk, a))      mode "all"
     page  = block * t,    padding = page - S per state
 
-In mode "none" a sequence has one state; "align" keeps a state per block to resume from, so that the
-state block is the attention block; "all" keeps one per block too, at multiples of the kernel's
-chunk. `jattn.blocks.planning.plans` has plans that need no such growth.
+In mode "none" a sequence has one state. "align" keeps a state per block to resume from, so the
+state block is the attention block. "all" also keeps one per block, at multiples of the kernel's
+chunk.
+`jattn.blocks.planning.plans` has plans that need no such growth.
 
-Typed arrays cannot share bytes, so this is for caches that are exchanged with vLLM, and for
-comparison. Source: `Platform.update_block_size_for_backend` of vLLM 0.23 and 0.32.
+Typed arrays cannot share bytes, so this is for caches exchanged with vLLM, and for comparison.
+Source: `Platform.update_block_size_for_backend` of vLLM 0.23 and 0.32.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ class Ask:
       who: "user", "state", "mode", or a backend.
       what: the request, in words.
       outcome: "" if it was granted, otherwise the replacement and the reason.
+
+    >>> aligned = align_hybrid_block_size(
+    ...     bytes_per_token=4096, state_bytes=2146304, kernel_sizes={"flash": [MultipleOf(16)]},
+    ...     max_model_len=32768, block_size=16)
+    >>> aligned.asks[0]
+    Ask(who='user', what='block_size=16', outcome='528, so that a state fits the page')
     """
 
     who: str
@@ -56,16 +63,22 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class HybridAlignment:
-    """Aligned sizes, and where they come from. Printing one explains it.
+    """Aligned sizes and the requests behind them. Printing one explains it.
 
     Attributes:
       block_size: tokens in an attention block.
       kernel_block_size: tokens a kernel reads at a time; divides `block_size`.
       state_block_size: tokens between two kept states.
-      page_bytes: bytes of a page, of an attention block and of a state alike.
+      page_bytes: bytes of a page, for attention blocks and states.
       state_bytes: bytes of a state without padding.
       padding_bytes: `page_bytes - state_bytes`, or 0 without states.
       asks: the requests that led to these sizes.
+
+    >>> nemotron = align_hybrid_block_size(
+    ...     bytes_per_token=1024, state_bytes=1085440, kernel_sizes={"flash": [MultipleOf(16)]},
+    ...     max_model_len=32768)
+    >>> nemotron.block_size, nemotron.page_bytes, round(nemotron.padding_percent, 2)
+    (1072, 1097728, 1.12)
     """
 
     block_size: int
@@ -123,7 +136,7 @@ def align_hybrid_block_size(
     unsplit_backends: tuple[str, ...] = (),
     rules: str = "0.32",
 ) -> HybridAlignment:
-    """The block size at which an attention page holds a state, as vLLM chooses it.
+    """Choose the block size at which an attention page holds a state, as vLLM does.
 
     Args:
       bytes_per_token: t, of one attention layer (`kv_bytes_per_token`).
@@ -134,15 +147,16 @@ def align_hybrid_block_size(
       block_size: the user's block size, or None.
       state_block_size: the user's state block size, or None.
       chunk_size: tokens in a chunk of the recurrent kernel (mode "all").
-      is_mla: whether the cache is MLA's, whose blocks 0.32 keeps at 128 tokens or more.
+      is_mla: whether the cache is for MLA, whose blocks 0.32 keeps at 128 tokens or more.
       default_block_size: the platform's preference: 16 on GPU, 128 on CPU.
-      unsplit_backends: backends that refuse a block larger than the sizes they state.
+      unsplit_backends: backends that cannot cut an aligned block into kernel blocks: it must be one
+        of the sizes they take.
       rules: "0.23" follows the first backend only, "0.32" all of them. vLLM 0.32 dropped mode
-        "all": it is accepted here, by 0.23's formula, rounded up to what all backends take.
+        "all"; here it uses 0.23's formula, rounded up to what all backends take.
 
-    Returns: `HybridAlignment`. A user's value that was replaced is in `overridden`.
-    Raises: `ValueError` for bad arguments, and where vLLM fails or would fail later: if the block
-      that results cannot be cut into a kernel block, with every backend and what it takes.
+    Returns: `HybridAlignment`. Its `overridden` lists the user's values that were replaced.
+    Raises: `ValueError` for wrong arguments, and where vLLM fails, now or later: if the resulting
+      block cannot be cut into a kernel block, naming every backend and what it takes.
 
     >>> qwen = align_hybrid_block_size(  # Qwen3.5-9B
     ...     bytes_per_token=4096, state_bytes=2146304, kernel_sizes={"flash": [MultipleOf(16)]},

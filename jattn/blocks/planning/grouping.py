@@ -1,19 +1,19 @@
-"""Which layers share a block table, and pages of one size for all of them: vLLM's way.
+"""Which layers share a block table, and pages of one size for all of them, as in vLLM.
 
-Layers of one group have one block table. Groups hand memory to each other, so their pages must be
-of one size, and group i-th layers share one tensor: a group with fewer layers than the
-largest leaves slots of the tensor empty.
+Layers of one group share a block table. Groups exchange memory, so their pages must have one size.
+The i-th layers of all groups share one tensor: a group with fewer layers than the largest leaves
+slots empty.
 
-    unify     P = the largest page; a smaller page p with P mod p = 0 takes blocks P / p times as
+    unify     P = the largest page; a smaller page p with P mod p = 0 gets blocks P / p times as
               long; otherwise it is padded to P (0.32), or refused (0.23)
     bucket    layers of equal specs; lo, hi = the smallest and largest bucket
     split     groups of g = hi if hi < 1.5 lo else lo layers: a bucket of n makes k = ceil(n / g)
               groups, of which group i gets its layers i, i + k, i + 2 k, ...
 
-Layers that need no unification, because one spec describes all of them, or because they differ in
-their bytes per token only, make one group. Source: `get_kv_cache_groups` of vLLM 0.23 and 0.32,
-for its layouts with layers outermost. (0.32's layouts with blocks outermost pack pages
-of several sizes into one array of bytes, which typed arrays cannot alias.)
+Layers that need no unification, because one spec describes all of them or because they differ only
+in bytes per token, make one group. Source: `get_kv_cache_groups` of vLLM 0.23 and 0.32, for its
+layouts with layers outermost. (0.32's layouts with blocks outermost pack pages of several sizes
+into one array of bytes, which typed arrays cannot alias.)
 `jattn.blocks.planning.patterns` finds groups that leave fewer slots empty.
 """
 
@@ -43,8 +43,13 @@ class LayerGroup:
     """Layers that share a block table.
 
     Attributes:
-      layers: their numbers.
-      specs: one per layer. Equal, except in groups whose layers differ in bytes only.
+      layers: the indices of the layers.
+      specs: one per layer. Equal, except in groups whose layers differ only in bytes.
+
+    >>> local, full = SlidingWindow(16, 8, 128, window=1024), FullAttention(16, 8, 128)
+    >>> group = group_layers([local, full] * 2).groups[0]
+    >>> group.layers, group.block_size, group.padding_bytes
+    ((0, 2), 16, 0)
     """
 
     layers: tuple[int, ...]
@@ -57,39 +62,52 @@ class LayerGroup:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pages differ between layers; the group is then the only one."""
+        """Whether pages differ between layers, which only happens if there is one group."""
         return len(set(self.specs)) > 1
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of one block, in all layers, that are padding."""
+        """Bytes of padding in one block, over all layers."""
         return sum(spec.page_bytes - spec.unpadded_page_bytes for spec in self.specs)
 
     @property
     def padding_percent(self) -> float:
-        """Padding in percent of the block's bytes in all layers."""
+        """Padding in percent of the block's bytes over all layers."""
         return 100.0 * self.padding_bytes / sum(spec.page_bytes for spec in self.specs)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroups:
-    """All groups of a model. Printing one explains it."""
+    """All groups of a model. Printing one explains it.
+
+    Attributes:
+      groups: the groups.
+
+    >>> local, full = SlidingWindow(16, 8, 128, window=1024), FullAttention(16, 8, 128)
+    >>> groups = group_layers([local, full] * 2)
+    >>> print(groups)
+    group 0: SlidingWindow, block 16, page 65536, padding 0 bytes (0.0 %), layers 0, 2
+    group 1: FullAttention, block 16, page 65536, padding 0 bytes (0.0 %), layers 1, 3
+    0 of 4 slots empty
+    >>> groups.block_bytes, groups.num_blocks(2**30)
+    (131072, 8192)
+    """
 
     groups: tuple[LayerGroup, ...]
 
     @property
     def group_size(self) -> int:
-        """Layers of the largest group: tensors that memory is cut into."""
+        """Layers of the largest group: the number of tensors that memory is cut into."""
         return max((len(group.layers) for group in self.groups), default=0)
 
     @property
     def empty_slots(self) -> int:
-        """Layers' worth of memory that smaller groups leave unused."""
+        """Layers' worth of memory that smaller groups leave empty."""
         return sum(self.group_size - len(group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block id stands for, all tensors together."""
+        """Bytes that one block id stands for, over all tensors."""
         if len(self.groups) == 1:
             return sum(spec.page_bytes for spec in self.groups[0].specs)
         return self.group_size * max(
@@ -103,12 +121,15 @@ class LayerGroups:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens per hash, so that every block is a whole number of them (`block_hashes`)."""
+        """Tokens per hash, so that every block is a whole number of hashes (`block_hashes`)."""
         return math.gcd(*(group.block_size for group in self.groups))
 
     @with_python_ints
     def num_blocks(self, memory_bytes: int) -> int:
-        """Blocks that fit `memory_bytes`."""
+        """Return the number of blocks that fit in `memory_bytes`.
+
+        Raises: `ValueError` if `memory_bytes` is negative or there are no groups.
+        """
         with checking("LayerGroups.num_blocks") as problems:
             require_int(problems, "memory_bytes", memory_bytes, 0)
             problems.require(bool(self.groups), "groups", "none", "one or more")
@@ -127,7 +148,7 @@ class LayerGroups:
         return "\n".join(lines + self._advice())
 
     def _advice(self) -> list[str]:
-        """A line per group of attention blocks that were padded to the page of a state."""
+        """Return advice about attention blocks that were padded to the page of a state."""
         first = [group.specs[0] for group in self.groups if group.padding_bytes]
         states = [s for group in self.groups for s in group.specs if isinstance(s, RecurrentState)]
         largest = max((state.unpadded_page_bytes for state in states), default=0)
@@ -143,14 +164,21 @@ class LayerGroups:
 
 
 def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tuple[LayerSpec, ...]:
-    """Specs whose pages are all as large as the largest.
+    """Return specs whose pages are all as large as the largest.
+
+    A smaller page that divides the largest gets longer blocks. Others, and states, are padded.
 
     Args:
       specs: one per layer.
       rules: "0.32" and "mixed" pad pages that do not divide the largest; "0.23" refuses them.
 
+    Returns: a tuple of specs, one per layer.
     Raises: `ValueError` naming every layer whose page neither divides the largest nor may be
-      padded: with "0.32" MLA's, with "0.23" any, and states smaller than a page.
+      padded: with "0.32" and "mixed" that of MLA; with "0.23" any, and a state smaller than a page.
+
+    >>> specs = unify_page_sizes([FullAttention(16, 8, 128), FullAttention(16, 2, 128)])
+    >>> [(spec.block_size, spec.page_bytes) for spec in specs]
+    [(16, 65536), (64, 65536)]
     """
     specs = tuple(specs)
     largest = max((spec.page_bytes for spec in specs), default=0)
@@ -167,7 +195,7 @@ def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tupl
                 longer = dataclasses.replace(
                     spec, block_size=spec.block_size * largest // page, padded_page_bytes=None
                 )
-                # What was padded, or has scales per block, does not grow with its tokens alone.
+                # Padded pages and those with scales per block do not grow with tokens alone.
                 padded = None if longer.page_bytes == largest else largest
                 unified.append(dataclasses.replace(longer, padded_page_bytes=padded))
             elif rules != "0.23" and not isinstance(spec, LatentAttention):
@@ -189,13 +217,13 @@ def group_layers(
 
     Args:
       specs: one per layer, in order.
-      rules: "0.23" or "0.32", as these versions of vLLM; "mixed" is "0.32", with states of several
-        page sizes in one group where nothing else needs a table. Its pages differ and none is
-        padded, which "0.32" makes several groups of.
+      rules: "0.23" or "0.32", as these versions of vLLM do. "mixed" is "0.32", but if no other
+        layer needs a table, states of several page sizes form one group whose pages differ and are
+        not padded; "0.32" makes several groups of them.
       keep_everything: let sliding and chunked layers keep all keys if there are full ones, so that
         all share one table (vLLM's `disable_hybrid_kv_cache_manager`).
 
-    Returns: the groups; none for no layers.
+    Returns: `LayerGroups`, empty if there are no layers.
     Raises: `ValueError` as `unify_page_sizes`, or if `keep_everything` cannot make one group.
 
     >>> local = SlidingWindow(16, 8, 128, window=1024)
@@ -236,7 +264,7 @@ def group_layers(
 
 
 def bucket_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
-    """Layers of equal specs, in order of appearance."""
+    """Return the layers of each spec, in order of appearance."""
     buckets: dict[LayerSpec, list[int]] = {}
     for i, spec in enumerate(specs):
         buckets.setdefault(spec, []).append(i)
@@ -244,7 +272,7 @@ def bucket_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
 
 
 def make_groups(buckets: dict[LayerSpec, list[int]], group_size: int) -> LayerGroups:
-    """Groups of at most `group_size` layers: those of each bucket, dealt in turns."""
+    """Return groups of at most `group_size` layers; those of a bucket are dealt round-robin."""
     groups = []
     for spec, layers in buckets.items():
         count = ceil_div(len(layers), group_size)
@@ -261,7 +289,7 @@ def _group_size(buckets: dict[LayerSpec, list[int]]) -> int:
 
 
 def _join_buckets(buckets: dict[LayerSpec, list[int]]) -> dict[LayerSpec, list[int]]:
-    """Buckets whose specs merge as one, as 0.32 does."""
+    """Join buckets whose specs merge into one, as 0.32 does."""
     joined: list[tuple[LayerSpec, list[int]]] = []
     for spec, layers in buckets.items():
         for i, (other, where) in enumerate(joined):
@@ -274,7 +302,7 @@ def _join_buckets(buckets: dict[LayerSpec, list[int]]) -> dict[LayerSpec, list[i
 
 
 def _merge(specs: Sequence[LayerSpec]) -> LayerSpec | None:
-    """One spec for all of them, if they are equal; full layers may differ in window or chunk."""
+    """Return one spec for all if they are equal; full layers may differ in window or chunk."""
     if len(set(specs)) == 1:
         return specs[0]
     full = [spec for spec in specs if isinstance(spec, FullAttention)]
@@ -289,9 +317,9 @@ def _merge(specs: Sequence[LayerSpec]) -> LayerSpec | None:
 
 
 def _one_group(specs: Sequence[LayerSpec], rules: str) -> bool:
-    """Whether one table serves all layers: one kind, one block, one reach.
+    """Return whether one table serves all layers: one kind, one block size, one reach.
 
-    Pages may differ; those of states may not for "0.32".
+    Pages may differ, except pages of states with "0.32".
     """
     if len({spec.block_size for spec in specs}) > 1:
         return False
@@ -310,7 +338,7 @@ def _one_group(specs: Sequence[LayerSpec], rules: str) -> bool:
 
 
 def _all_full(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Sliding and chunked layers as full ones, if there is a full one among them."""
+    """Return sliding and chunked layers as full ones, if any layer is full."""
     if not any(isinstance(spec, (FullAttention, LatentAttention)) for spec in specs):
         return tuple(specs)
     return tuple(_as_full(spec) for spec in specs)

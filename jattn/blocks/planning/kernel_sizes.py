@@ -21,7 +21,16 @@ from jattn.integers import is_int, keep_python_ints, python_int, require_int
 
 @dataclasses.dataclass(frozen=True)
 class MultipleOf:
-    """Any multiple of `base` tokens is a kernel block."""
+    """Any multiple of `base` tokens is a kernel block.
+
+    Attributes:
+      base: tokens.
+
+    Raises: `ValueError` if `base` is below 1.
+
+    >>> supports_block_size([MultipleOf(16)], 528)
+    True
+    """
 
     base: int
 
@@ -39,18 +48,18 @@ Backends = Mapping[str, KernelSizes] | Sequence[KernelSizes]
 
 
 def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -> int:
-    """The kernel block for a block of `block_size` tokens: the largest that every backend takes.
+    """Return the kernel block for a block of `block_size` tokens that every backend takes.
 
-    The block itself if all backends take it; else the largest size that some backend names
-    exactly, that divides the block and that all backends take.
+    This is the block itself if all backends take it. Otherwise it is the largest size that some
+    backend names exactly, that divides the block and that all backends take.
 
     Args:
       block_size: tokens in a block.
       supported_per_backend: for each backend, the sizes it takes; a mapping names the backends.
 
-    Returns: the kernel block size, a divisor of `block_size`; without backends, the block.
+    Returns: the kernel block size, a divisor of `block_size`; `block_size` without backends.
     Raises: `ValueError` if there is none, with one line per backend: what it takes, and why that
-      does not fit; or if a size is neither an integer nor a `MultipleOf`.
+      does not fit. Also for a size that is neither a positive integer nor a `MultipleOf`.
 
     >>> select_kernel_block_size(528, {"flash": [MultipleOf(16)], "infer": [16, 32, 64]})
     16
@@ -68,15 +77,32 @@ def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -
 
 
 def supports_block_size(sizes: KernelSizes, block_size: int) -> bool:
-    """Whether a backend can read blocks of this size, cut into kernel blocks if need be.
+    """Return whether a backend can read blocks of this size, cut into kernel blocks if need be.
 
-    True if some size it takes divides the block, or if it states none.
+    Args:
+      sizes: the kernel blocks that the backend takes; empty for any.
+      block_size: tokens in a block.
+
+    Returns: whether some size that the backend takes divides the block, or it states none.
+
+    >>> supports_block_size([32, MultipleOf(48)], 96), supports_block_size([32], 48)
+    (True, False)
     """
     return not sizes or any(block_size % _base(size) == 0 for size in sizes)
 
 
 def preferred_block_size(sizes: KernelSizes, default: int) -> int:
-    """`default` if the backend can read it, else the smallest size that the backend takes."""
+    """Return `default` if the backend can read it, else the smallest size that the backend takes.
+
+    Args:
+      sizes: the kernel blocks that the backend takes; empty for any.
+      default: tokens in the block to take if possible.
+
+    Returns: a block size in tokens.
+
+    >>> preferred_block_size([MultipleOf(16)], 48), preferred_block_size([64, 32], 48)
+    (48, 32)
+    """
     sizes = tuple(sizes)
     return default if supports_block_size(sizes, default) else smallest_size(sizes)
 
@@ -84,18 +110,24 @@ def preferred_block_size(sizes: KernelSizes, default: int) -> int:
 def preferred_common_block_size(
     supported_per_backend: Backends, default: int, *, as_vllm: bool = False
 ) -> int:
-    """`default` if every backend can read it, else the smallest block that all can read.
+    """Return `default` if every backend can read it, else the smallest block that all can read.
 
-    The candidates are least common multiples of one size per backend.
+    The candidates are the least common multiples of one size per backend.
 
     Args:
       supported_per_backend: for each backend, the sizes it takes; a mapping names the backends.
       default: the block to take if possible.
-      as_vllm: ask of each backend that some size divides the block, as vLLM does, and not that all
-        of them share a kernel block: of [multiples of 32] and [16, 64] it takes 32, which no kernel
-        block divides, and not 64.
+      as_vllm: only ask that each backend has some size that divides the block, as vLLM does, not
+        that all of them share a kernel block. For [MultipleOf(32)] and [16, 64] this gives 32,
+        which cannot be cut into a kernel block for both, instead of 64.
 
-    Raises: `ValueError` if the backends share none.
+    Returns: a block size in tokens.
+    Raises: `ValueError` if the backends share none, if `default` is below 1, or for a size that is
+      neither a positive integer nor a `MultipleOf`.
+
+    >>> backends = {"prefill": [MultipleOf(32)], "decode": [16, 64]}
+    >>> preferred_common_block_size(backends, 16)
+    64
     """
     with checking("preferred_common_block_size") as problems:
         require_int(problems, "default", default, 1)
@@ -114,12 +146,12 @@ def preferred_common_block_size(
 
 
 def smallest_size(sizes: KernelSizes) -> int:
-    """The smallest size or granularity a backend names; 1 if it names none."""
+    """Return the smallest size or granularity that a backend names; 1 if it names none."""
     return min(map(_base, sizes), default=1)
 
 
 def takes(sizes: KernelSizes, kernel_block_size: int) -> bool:
-    """Whether a backend reads kernel blocks of this very size."""
+    """Return whether a backend reads kernel blocks of exactly this size."""
     return any(
         kernel_block_size % size.base == 0
         if isinstance(size, MultipleOf)
@@ -131,7 +163,7 @@ def takes(sizes: KernelSizes, kernel_block_size: int) -> bool:
 def named_backends(
     backends: Backends, problems: Problems
 ) -> dict[str, tuple[int | MultipleOf, ...]]:
-    """The backends under their names, or as `backend 0`, `backend 1`, ...; sizes checked."""
+    """Return the backends by name, or as `backend 0`, `backend 1`, ...; note wrong sizes."""
     if isinstance(backends, Mapping):
         named = {str(name): tuple(map(python_int, sizes)) for name, sizes in backends.items()}
     else:
@@ -148,7 +180,7 @@ def named_backends(
 
 
 def _common_kernel_block(block_size: int, named: Mapping[str, KernelSizes]) -> int | None:
-    """The largest kernel block that divides the block and that every backend takes."""
+    """Return the kernel block that `select_kernel_block_size` describes, or None."""
     exact = (size for sizes in named.values() for size in sizes if not isinstance(size, MultipleOf))
     for size in (block_size, *sorted(exact, reverse=True)):
         if block_size % size == 0 and all(takes(sizes, size) for sizes in named.values()):

@@ -1,4 +1,4 @@
-"""The bytes a layer keeps per block, and the blocks a sequence can need: a type per kind of layer.
+"""The bytes of a block in a layer, and the blocks a sequence can need: one type per kind of layer.
 
     full, MLA    ceil(local(L) / S)                   L tokens at most
     sliding      ceil(local(min(W - 1 + Q, L)) / S) + 1    window W, Q tokens in a step at most
@@ -6,11 +6,11 @@
     cross        ceil(E / S)                          E encoder tokens
     state        1 + s | 2 + s | ceil(L / S) + s      modes none | align | all, s speculative tokens
 
-where local(n) is the most of n neighbouring tokens that one of c context-parallel ranks holds
-(`ContextParallel.longest_local_length`); n itself without ranks.
+where local(n) is the most that one of c context-parallel ranks keeps of n consecutive tokens
+(`ContextParallel.longest_local_length`), which is n for one rank.
 
-Pages are S times the bytes of a token (`jattn.formats.token_bytes`) or the bytes of a state, unless
-a layer pads them to share memory with others. Source: vLLM's `KVCacheSpec` (0.23 and 0.32).
+A page is S times the bytes of a token (`jattn.formats.token_bytes`) or the bytes of a state, unless
+a layer pads it to share memory with others. Source: vLLM's `KVCacheSpec` (0.23 and 0.32).
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class Limits:
       max_encoder_len: E, encoder tokens of a sequence.
       context_parallel: c, ranks that the tokens of a sequence are dealt to.
       interleave: I, tokens a rank takes in one turn.
+
+    Raises: `ValueError` for a field below 1, or a negative `max_encoder_len`.
+
+    >>> limits = Limits(max_model_len=8192, max_num_batched_tokens=2048, context_parallel=2)
+    >>> limits.local_blocks(100, block_size=16)
+    4
     """
 
     max_model_len: int
@@ -58,18 +64,24 @@ class Limits:
                 require_int(problems, field.name, getattr(self, field.name), least)
 
     def local_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks for `num_tokens` neighbouring tokens on the rank that holds most of them."""
+        """Return the blocks for `num_tokens` consecutive tokens on the rank that keeps most."""
         context = ContextParallel(self.context_parallel, 0, self.interleave)
         return ceil_div(context.longest_local_length(num_tokens), block_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec(abc.ABC):
-    """The base of every kind of layer. Make one of the kinds below.
+    """The abstract base of every kind of layer, such as `FullAttention`.
 
     Attributes:
       block_size: S, tokens in a block.
-      padded_page_bytes: bytes of a page with padding; None: without any.
+      padded_page_bytes: bytes of a page with padding. None: no padding.
+
+    Raises: `ValueError` for a block size below 1 or a padded page smaller than the block needs.
+
+    >>> spec = FullAttention(16, 8, 128, padded_page_bytes=2**17)
+    >>> isinstance(spec, LayerSpec), spec.page_bytes, spec.unpadded_page_bytes
+    (True, 131072, 65536)
     """
 
     block_size: int
@@ -85,19 +97,19 @@ class LayerSpec(abc.ABC):
 
     @abc.abstractmethod
     def _check(self, problems: Problems) -> bool:
-        """Note what is wrong with the fields of this kind; whether a page can be computed."""
+        """Note what is wrong with this kind's fields; return whether a page can be computed."""
 
     @property
     @abc.abstractmethod
     def unpadded_page_bytes(self) -> int:
-        """Bytes that a block really needs."""
+        """Bytes that a block needs."""
 
     @abc.abstractmethod
     def max_blocks(self, limits: Limits) -> int:
-        """The most blocks that a sequence holds at any time."""
+        """Return the most blocks that a sequence holds at any time."""
 
     def row_width(self, limits: Limits) -> int:
-        """Entries its block table needs for all blocks it may ever have had."""
+        """Return the entries of a row for all blocks that a sequence has over its lifetime."""
         return limits.local_blocks(limits.max_model_len, self.block_size)
 
     @property
@@ -113,7 +125,7 @@ class KeysAndValues(LayerSpec):
     Attributes:
       num_kv_heads: K, on this rank.
       head_dim: D, of keys.
-      value_dim: V, of values; None: D.
+      value_dim: V, of values. None: D.
       dtype: as `kv_bytes_per_token` takes it.
     """
 
@@ -141,7 +153,7 @@ class KeysAndValues(LayerSpec):
 
     @property
     def page_share_bytes(self) -> int:
-        """Bytes of which states in this layer's pages take a whole number."""
+        """The unit, in bytes, in which states take up this layer's pages."""
         return page_share_bytes(self.num_kv_heads, self.head_dim, self.value_dim, self.dtype)
 
     @property
@@ -156,10 +168,23 @@ class KeysAndValues(LayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention(KeysAndValues):
-    """Every key of the sequence is kept.
+    """A layer that keeps every key of the sequence.
 
     Attributes:
-      window, chunk: of a sliding or chunked layer that keeps everything nevertheless.
+      block_size: S, tokens in a block.
+      num_kv_heads: K, on this rank.
+      head_dim: D, of keys.
+      value_dim: V, of values. None: D.
+      dtype: as `kv_bytes_per_token` takes it.
+      window, chunk: of a sliding or chunked layer that keeps every key nevertheless. None: neither.
+      padded_page_bytes: bytes of a page with padding. None: no padding.
+
+    Raises: `ValueError` for sizes below 1, a dtype that `kv_bytes_per_token` refuses, or a padded
+      page smaller than the block needs.
+
+    >>> spec = FullAttention(16, num_kv_heads=8, head_dim=128, dtype="fp8")
+    >>> spec.bytes_per_token, spec.page_bytes
+    (2048, 32768)
     """
 
     window: int | None = None
@@ -171,7 +196,19 @@ class FullAttention(KeysAndValues):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(KeysAndValues):
-    """Only the last `window` keys, that of the query included, are kept."""
+    """A layer that keeps only the last `window` keys, including that of the query.
+
+    Attributes:
+      window: W, tokens.
+      block_size, num_kv_heads, head_dim, value_dim, dtype, padded_page_bytes: as `FullAttention`.
+
+    Raises: `ValueError` as `FullAttention`, or if `window` is below 1.
+
+    >>> spec = SlidingWindow(16, num_kv_heads=8, head_dim=256, window=1024)
+    >>> limits = Limits(max_model_len=8192, max_num_batched_tokens=2048)
+    >>> spec.max_blocks(limits), spec.row_width(limits)
+    (193, 512)
+    """
 
     window: int = dataclasses.field(kw_only=True)
 
@@ -182,14 +219,25 @@ class SlidingWindow(KeysAndValues):
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
         blocks = limits.local_blocks(tokens, self.block_size)
-        blocks += 1  # the window need not start at a block
+        blocks += 1  # the window need not start at a block boundary
         # On one rank this is vLLM's bound, which may exceed the row by that block.
         return blocks if limits.context_parallel == 1 else min(blocks, self.row_width(limits))
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLocal(KeysAndValues):
-    """Only the keys of the query's chunk are kept."""
+    """A layer that keeps only the keys of the query's chunk.
+
+    Attributes:
+      chunk: C, tokens.
+      block_size, num_kv_heads, head_dim, value_dim, dtype, padded_page_bytes: as `FullAttention`.
+
+    Raises: `ValueError` as `FullAttention`, or if `chunk` is below 1.
+
+    >>> spec = ChunkedLocal(16, num_kv_heads=8, head_dim=128, chunk=1024)
+    >>> spec.max_blocks(Limits(max_model_len=8192, max_num_batched_tokens=2048))
+    192
+    """
 
     chunk: int = dataclasses.field(kw_only=True)
 
@@ -199,26 +247,48 @@ class ChunkedLocal(KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.chunk + limits.max_num_batched_tokens, limits.max_model_len)
-        # vLLM's bound, for chunks of whole blocks; others need not start at a block.
+        # vLLM's bound holds for chunks of whole blocks; others may start inside a block.
         blocks = limits.local_blocks(tokens, self.block_size) + bool(self.chunk % self.block_size)
         return min(blocks, limits.local_blocks(limits.max_model_len, self.block_size))
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossAttention(KeysAndValues):
-    """The encoder's keys are kept, however long the decoder's sequence is."""
+    """A layer that keeps the encoder's keys, however long the decoder's sequence is.
+
+    Attributes:
+      block_size, num_kv_heads, head_dim, value_dim, dtype, padded_page_bytes: as `FullAttention`.
+
+    Raises: `ValueError` as `FullAttention`.
+
+    >>> spec = CrossAttention(16, num_kv_heads=20, head_dim=64)
+    >>> spec.max_blocks(Limits(448, max_num_batched_tokens=2048, max_encoder_len=1500))
+    94
+    """
 
     def max_blocks(self, limits: Limits) -> int:
         return ceil_div(limits.max_encoder_len, self.block_size)
 
     def row_width(self, limits: Limits) -> int:
-        """Entries for the longer of both sequences, as vLLM's tables have."""
+        """Return the entries for the longer of the two sequences, as in vLLM."""
         return max(super().row_width(limits), self.max_blocks(limits))
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention(LayerSpec):
-    """MLA: one latent vector of `head_dim` elements per token, for keys and values at once."""
+    """A layer with MLA: one latent vector per token serves as key and value of all heads.
+
+    Attributes:
+      block_size: S, tokens in a block.
+      head_dim: D, elements of the latent vector.
+      dtype: as `kv_bytes_per_token` takes it with `is_mla`.
+      padded_page_bytes: bytes of a page with padding. None: no padding.
+
+    Raises: `ValueError` as `FullAttention`.
+
+    >>> LatentAttention(64, head_dim=576).page_bytes
+    73728
+    """
 
     head_dim: int = dataclasses.field(kw_only=True)
     dtype: CacheDtype = dataclasses.field(default="bfloat16", kw_only=True)
@@ -238,7 +308,7 @@ class LatentAttention(LayerSpec):
 
     @property
     def page_share_bytes(self) -> int:
-        """Bytes of which states in this layer's pages take a whole number."""
+        """The unit, in bytes, in which states take up this layer's pages."""
         return page_share_bytes(1, self.head_dim, None, self.dtype, is_mla=True)
 
     @property
@@ -256,12 +326,21 @@ class LatentAttention(LayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentState(LayerSpec):
-    """A state per sequence (mode "none"), or one per block as well ("align", "all").
+    """A layer with a state per sequence (mode "none"), or also one per block ("align", "all").
 
     Attributes:
+      block_size: tokens between two kept states.
       layout: the tensors of a state.
       mode: "none", "align" or "all".
       num_speculative_blocks: s, further states, for tokens that may be rolled back.
+      padded_page_bytes: bytes of a page with padding. None: no padding.
+
+    Raises: `ValueError` for an unknown mode, a size out of range, or an empty state.
+
+    >>> layout = short_conv_state(intermediate_size=2048, conv_kernel=3, dtypes=("bfloat16",))
+    >>> spec = RecurrentState(1024, layout=layout, mode="align")
+    >>> spec.page_bytes, spec.max_blocks(Limits(8192, max_num_batched_tokens=2048))
+    (8192, 2)
     """
 
     layout: StateLayout = dataclasses.field(kw_only=True)

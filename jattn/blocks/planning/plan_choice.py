@@ -1,4 +1,4 @@
-"""Weighing all plans for a hybrid model and choosing the cheapest, with the reasons."""
+"""Comparing all plans for a hybrid model and choosing the cheapest, with the reasons."""
 
 from __future__ import annotations
 
@@ -24,14 +24,23 @@ from jattn.integers import python_int, require_int, require_ints, with_python_in
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
-    """The plan that was chosen, and all that were weighed. Printing one explains it.
+    """The chosen plan, and all plans that were compared. Printing one explains it.
 
     Attributes:
       plan: the chosen plan.
       considered: every plan, cheapest first.
       lengths: the sequence lengths that the cost averages over.
       why: one sentence.
-      state_block_size: with prefix caching, the tokens between two kept states that were asked for.
+      state_block_size: with prefix caching, the requested number of tokens between two kept states.
+        None: no prefix caching.
+
+    >>> lfm2 = HybridModel(attention_layers=6, state_layers=10, bytes_per_token=2048,
+    ...                    state_bytes=8192)
+    >>> print(plan_hybrid_cache(lfm2, {"flash": [MultipleOf(16)]}))  # doctest: +ELLIPSIS
+    plan              block  kernel  states:pages  padding  % of page  ids/state  cost
+    two pools *       16     16      slots         0 B      0.0        1          0.0 %
+    several per page  16     16      4:1           0 B      0.0        1          0.2 %
+    ...
     """
 
     plan: CachePlan
@@ -58,29 +67,28 @@ def plan_hybrid_cache(
     state_block_size: int | None = None,
     platform: str = "gpu",
 ) -> CacheChoice:
-    """Weigh all plans for a model and choose the cheapest.
+    """Compare all plans for a model and choose the cheapest.
 
-    The cost is the mean waste of a sequence over `lengths` (`jattn.blocks.planning.plans`); of
-    equal costs the one with fewer ids per state wins, then the finer prefix granularity. Two pools
-    waste least of all, but split the memory between blocks and states once and for all: with
-    `one_pool` they are left out.
+    The cost is the mean waste of a sequence over `lengths` (`jattn.blocks.planning.plans`). On a
+    tie, fewer ids per state win, then the finer prefix granularity. Two pools waste least, but
+    split the memory between blocks and states once and for all; `one_pool` excludes them.
 
     Args:
       model: layers and bytes.
       kernel_sizes: for each attention backend, the kernel blocks it takes. Every plan's block can
-        be cut into one that all of them take.
-      one_pool: choose among the plans whose pages serve blocks and states alike.
+        be cut into a kernel block that all backends take.
+      one_pool: choose only among plans whose pages serve both blocks and states.
       lengths: sequence lengths that the cost averages over.
-      memory_bytes: bytes for the cache, or None. Plans whose slots would not fit int32 are left
-        out.
-      block_sizes: the blocks to try, where a plan may choose.
+      memory_bytes: bytes for the cache, or None. Plans whose slots would not fit int32 are
+        excluded.
+      block_sizes: the block sizes to try, where a plan may choose.
       max_pages: the most pages that states may be stored together in.
-      state_block_size: with prefix caching, tokens between two states that a prefix is resumed
-        from, whose memory then counts; vLLM's plan keeps one per block. None: no prefix caching.
-      platform: "gpu" or "cpu", for the block that vLLM's plan begins with.
+      state_block_size: with prefix caching, tokens between two states to resume a prefix from. The
+        cost then includes their memory; vLLM's plan keeps one per block. None: no prefix caching.
+      platform: "gpu" or "cpu", which sets the block size that vLLM's plan starts from.
 
     Returns: `CacheChoice`.
-    Raises: `ValueError` for bad arguments, or if no plan is left, with the reason of each.
+    Raises: `ValueError` for wrong arguments, or if no plan is left, with the reason for each.
 
     >>> lfm2 = HybridModel(attention_layers=6, state_layers=10, bytes_per_token=2048,
     ...                    state_bytes=8192)

@@ -1,8 +1,8 @@
 """Plans for caching a hybrid model: how states and attention blocks share memory.
 
 vLLM gives a state and an attention block pages of one size, which makes blocks of hundreds of
-tokens. With t bytes per token and layer, S bytes per state and layer, and blocks of b tokens, so
-pages of b t bytes, a plan says how m states are stored in n pages, m S <= n b t:
+tokens. With t bytes per token and layer, S bytes per state and layer, and blocks of b tokens, which
+have pages of b t bytes, a plan says how m states are stored in n pages, m S <= n b t:
 
     two pools         states in separate slots: nothing padded, the smallest block   (the default)
     one per page      m = n = 1: vLLM's alignment
@@ -10,17 +10,17 @@ pages of b t bytes, a plan says how m states are stored in n pages, m S <= n b t
     over pages        m = 1, n = ceil(S / (b t)): small blocks stay small
     several over several    the least padding with n <= max_pages
 
-Every plan is a value: its padding, the ids that find a state, the prefix granularity. The cost of a
-plan is the memory a sequence holds beyond its need, as a share of that need,
+A plan is a value that knows its padding, the ids that find a state, and the prefix granularity. Its
+cost is the memory that a sequence holds beyond its need, as a share of that need,
 
     cost = mean over the given lengths of  held(length) / ideal(length) - 1,
     ideal = A length t + M s n S,
-    held  = A ceil(length / b) b t + the states' bytes as the plan lays them,
+    held  = A ceil(length / b) b t + the bytes of the states as the plan stores them,
 
-with A attention layers, M recurrent layers, s states per sequence and layer, and n = 1, or with
-prefix caching 1 + length // P: a state every P tokens to resume from, and the current one.
+with A attention layers, M recurrent layers, s states per sequence and layer, and n = 1. With prefix
+caching n = 1 + length // P: the current state, and one every P tokens to resume from.
 
-Pages of formats with scales hold states in their words only: w <= t bytes per token.
+Pages of formats with scales hold states only in their words, w <= t bytes per token.
 """
 
 from __future__ import annotations
@@ -69,12 +69,21 @@ class HybridModel:
       state_bytes: S, of one recurrent layer (`StateLayout.nbytes`).
       states_per_sequence: s, states a sequence keeps per layer: 1, and one per speculative token.
       is_mla: whether attention is MLA, whose blocks vLLM keeps at 128 tokens or more.
-      word_bytes_per_token: w, of `bytes_per_token`, without scales and zero points. None: all.
-      scale_bytes_per_block: of the scales that a whole block of a layer shares.
-      page_share_bytes: u, a state in pages takes a whole number of these bytes: 1, or what
-        `PagePool` needs, so that it has whole words of keys and values in their ratio.
+      word_bytes_per_token: w, the part of `bytes_per_token` without scales and zero points. None:
+        all of it.
+      scale_bytes_per_block: bytes of the scales that a whole block of a layer shares.
+      page_share_bytes: u, a state in pages takes a multiple of u bytes: 1, or what `PagePool`
+        needs for whole words of keys and values in their ratio.
 
-    `HybridModel.from_specs` reads them off the layers.
+    `HybridModel.from_specs` derives all of them from the layers.
+
+    Raises: `ValueError` for a count or size out of range, or `word_bytes_per_token` above
+      `bytes_per_token`.
+
+    >>> nemotron = HybridModel(attention_layers=6, state_layers=23, bytes_per_token=1024,
+    ...                        state_bytes=1085440)
+    >>> nemotron.ideal_bytes(4096)
+    50130944
     """
 
     attention_layers: int
@@ -106,10 +115,10 @@ class HybridModel:
 
     @classmethod
     def from_specs(cls, specs: Iterable[LayerSpec]) -> HybridModel:
-        """The model of these layers; all attention layers must be alike, and all states.
+        """Return the model of these layers; all attention layers must be alike, and all states.
 
-        Raises: `ValueError` if attention layers or states differ in their bytes, or one kind is
-          missing.
+        Raises: `ValueError` if attention layers or states differ in their bytes, or if there are
+          none of one kind.
 
         >>> import jattn
         >>> import jattn.blocks as jb
@@ -134,7 +143,7 @@ class HybridModel:
                     len(set(found)) == 1,
                     "specs",
                     f"{kind} layers of {len(set(found))} kinds" if found else f"0 {kind} layers",
-                    "of one size in bytes, one layer or more",
+                    "one or more layers, all of one size in bytes",
                 )
         (per_token, words, scales, share, is_mla), (state_bytes, count) = attention[0], states[0]
         layers = (len(attention), len(states))
@@ -142,21 +151,21 @@ class HybridModel:
 
     @property
     def token_word_bytes(self) -> int:
-        """w, bytes of a token that a state may take the place of."""
+        """w, bytes of a token that a state may occupy."""
         return self.word_bytes_per_token or self.bytes_per_token
 
     @property
     def paged_state_bytes(self) -> int:
-        """Bytes that a state takes in pages: S, rounded up to whole shares of u."""
+        """Bytes that a state takes in pages: S, rounded up to a multiple of u."""
         return round_up(self.state_bytes, self.page_share_bytes)
 
     @property
     def states(self) -> int:
-        """States of one sequence, in all layers."""
+        """States of one sequence, over all layers."""
         return self.state_layers * self.states_per_sequence
 
     def ideal_bytes(self, length: int, state_block_size: int | None = None) -> int:
-        """Bytes a sequence of `length` tokens needs, with a state kept per `state_block_size`."""
+        """Return the bytes that `length` tokens need, with a state per `state_block_size`."""
         tokens = self.attention_layers * length * self.bytes_per_token
         kept = 1 + (length // state_block_size if state_block_size else 0)
         return tokens + kept * self.states * self.state_bytes
@@ -171,7 +180,13 @@ class PoolSizes:
       num_slots: slots, each with a state in every recurrent layer.
       block_size: tokens in a block.
       num_bytes: bytes of both pools.
-      longest: tokens that all sequences may have at once.
+      longest: tokens that every sequence may have at the same time.
+
+    >>> nemotron = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+    >>> plan = two_pools(nemotron, {"flash": [MultipleOf(16)]})
+    >>> sizes = plan.pool_sizes(2**32, max_num_seqs=64, max_model_len=4096)
+    >>> print(sizes)  # doctest: +ELLIPSIS
+    27437 blocks of 16 tokens and 64 state slots in ... bytes: 6848 tokens in every sequence at once
     """
 
     num_blocks: int
@@ -198,9 +213,17 @@ class CachePlan:
       kernel_block_size: tokens a kernel reads at a time; divides `block_size`.
       states: m, states that are stored together.
       pages: n, the pages they are stored in; 0 for separate slots.
-      state_block_size: P, tokens between two states that a prefix can be resumed from; None: no
-        states are kept for that.
       why: one sentence.
+      state_block_size: P, tokens between two states that a prefix can be resumed from. None: no
+        states are kept for that.
+
+    Raises: `ValueError` if `kernel_block_size` does not divide `block_size`, if the states do not
+      fit in their pages, or if `state_block_size` is below 1.
+
+    >>> nemotron = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+    >>> plan = pages_per_state(nemotron, {"flash": [MultipleOf(16)]})
+    >>> plan.states, plan.pages, plan.padding_bytes, plan.ids_per_state
+    (1, 67, 12288, 67)
     """
 
     name: str
@@ -238,12 +261,12 @@ class CachePlan:
 
     @property
     def page_word_bytes(self) -> int:
-        """Bytes of a page that states may take: its words, without scales and zero points."""
+        """Bytes of a page that states may occupy: its words, without scales and zero points."""
         return self.block_size * self.model.token_word_bytes
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that the states of `pages` pages leave unused."""
+        """Bytes that `states` states leave unused in `pages` pages."""
         used = self.states * self.model.state_bytes
         return self.pages * self.page_bytes - used if self.pages else 0
 
@@ -254,7 +277,7 @@ class CachePlan:
 
     @property
     def ids_per_state(self) -> int:
-        """Ids that find one state: the pages it may touch, or its one slot."""
+        """Ids that find one state: those of all pages it may touch, or of its slot."""
         if self.pages == 0:
             return 1
         size, page = self.model.paged_state_bytes, self.page_word_bytes
@@ -263,23 +286,23 @@ class CachePlan:
 
     @property
     def prefix_granularity(self) -> int:
-        """Tokens by which a shared prefix can grow: of keys and values, and of states if kept."""
+        """Tokens by which a shared prefix can grow, in keys, values and kept states."""
         return math.lcm(self.block_size, self.state_block_size or 1)
 
     def states_held(self, length: int) -> int:
-        """States of one sequence of `length` tokens: the current ones, and those to resume from."""
+        """Return the states of a sequence of `length` tokens: current, and kept to resume from."""
         kept = 1 + (length // self.state_block_size if self.state_block_size else 0)
         return kept * self.model.states
 
     def state_bytes_held(self, length: int = 0) -> int:
-        """Bytes that the states of one sequence hold, groups of pages not shared."""
+        """Return the bytes that a sequence's states hold; sequences share no group of pages."""
         if self.pages == 0:
             return self.states_held(length) * self.model.state_bytes
         return ceil_div(self.states_held(length), self.states) * self.pages * self.page_bytes
 
     @with_python_ints
     def held_bytes(self, length: int) -> int:
-        """Bytes that a sequence of `length` tokens holds."""
+        """Return the bytes that a sequence of `length` tokens holds."""
         blocks = ceil_div(length, self.block_size)
         pages = self.model.attention_layers * blocks * self.page_bytes
         return pages + self.state_bytes_held(length)
@@ -287,20 +310,23 @@ class CachePlan:
     def cost(
         self, lengths: Sequence[int] = LENGTHS, *, state_block_size: int | None = None
     ) -> float:
-        """Mean over `lengths` of held / ideal - 1, a state per `state_block_size` being ideal."""
+        """Return the mean over `lengths` of held / ideal - 1.
+
+        The ideal has a state per `state_block_size` (None: that of the plan).
+        """
         wanted = state_block_size or self.state_block_size
         overhead = (self.held_bytes(n) / self.model.ideal_bytes(n, wanted) - 1 for n in lengths)
         return sum(overhead) / len(lengths)
 
     @with_python_ints
     def pool_sizes(self, memory_bytes: int, *, max_num_seqs: int, max_model_len: int) -> PoolSizes:
-        """Blocks and state slots for a number of sequences, of the plan "two pools".
+        """Return the blocks and state slots for a number of sequences, of the plan "two pools".
 
-        Slots are those that `max_num_seqs` sequences of `max_model_len` tokens hold, with prefix
-        caching those to resume from as well; blocks take the rest of the memory.
+        There are as many slots as `max_num_seqs` sequences of `max_model_len` tokens hold; with
+        prefix caching this includes those to resume from. Blocks take the rest of the memory.
 
-        Raises: `ValueError` for another plan, memory for less than a block, or for more blocks than
-          have int32 slots.
+        Raises: `ValueError` for another plan, for memory below the slots and one block, or if the
+          slots of the blocks do not fit int32.
 
         >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
         >>> plan = two_pools(model, {"flash": [MultipleOf(16)]})
@@ -331,7 +357,7 @@ class CachePlan:
 
     @with_python_ints
     def num_blocks(self, memory_bytes: int) -> int:
-        """Blocks per layer that fit `memory_bytes` if all of it were blocks.
+        """Return the blocks per layer that fit in `memory_bytes` if all of it is blocks.
 
         Raises: `ValueError` if their slots, `num_blocks * block_size`, do not fit int32.
         """
@@ -362,17 +388,25 @@ def two_pools(
     block_size: int = 16,
     state_block_size: int | None = None,
 ) -> CachePlan:
-    """States in separate slots, and the smallest block that every backend reads.
+    """Return the plan with states in separate slots, and the smallest block all backends read.
 
-    Args (here and below):
+    Args:
       model: layers and bytes.
       kernel_sizes: for each attention backend, the kernel blocks it takes.
       block_size: the block to take if all backends can read it.
       state_block_size: with prefix caching, tokens between two states to resume from, rounded up
         to whole blocks. None: no prefix caching.
+
+    Returns: `CachePlan`.
+    Raises: `ValueError` if the backends share no block size, or for a size below 1.
+
+    >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+    >>> plan = two_pools(model, {"flash": [MultipleOf(16)]}, state_block_size=1000)
+    >>> plan.block_size, plan.state_block_size, plan.padding_bytes
+    (16, 1008, 0)
     """
     named, block = _common_block("two_pools", kernel_sizes, block_size)
-    why = f"a state is a slot, whatever the block; backends read blocks of {block}"
+    why = f"every state has a slot, whatever the block size; backends read blocks of {block}"
     return _plan("two pools", model, named, block, 1, 0, why, state_block_size)
 
 
@@ -386,10 +420,23 @@ def one_state_per_page(
     chunk_size: int = 2048,
     platform: str = "gpu",
 ) -> CachePlan:
-    """vLLM's alignment: the block grows until a page holds a state.
+    """Return vLLM's plan: the block grows until a page holds a state.
 
-    With prefix caching, mode "align", a state is kept per block. vLLM's blocks are 16 tokens on
-    the `platform` "gpu" and 128 on "cpu", unless `block_size` is given.
+    Args:
+      model: layers and bytes.
+      kernel_sizes: for each attention backend, the kernel blocks it takes.
+      block_size: the block to start from. None: 16 tokens on "gpu", 128 on "cpu", as in vLLM.
+      mode: "none"; with prefix caching "align", a state per block, or "all".
+      chunk_size: tokens in a chunk of the recurrent kernel (mode "all").
+      platform: "gpu" or "cpu".
+
+    Returns: `CachePlan`.
+    Raises: `ValueError` for an unknown platform, and as `align_hybrid_block_size`.
+
+    >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+    >>> plan = one_state_per_page(model, {"flash": [MultipleOf(16)]})
+    >>> plan.block_size, plan.padding_bytes
+    (1072, 12288)
     """
     with checking("one_state_per_page") as problems:
         named = named_backends(kernel_sizes, problems)
@@ -423,7 +470,19 @@ def states_per_page(
     block_size: int = 16,
     state_block_size: int | None = None,
 ) -> CachePlan | None:
-    """As many states of a sequence in a page as it holds; None if it holds not even one."""
+    """Return the plan with as many states of a sequence in a page as fit.
+
+    Args:
+      model, kernel_sizes, block_size, state_block_size: as `two_pools`.
+
+    Returns: `CachePlan`, or None if a page is smaller than a state.
+    Raises: `ValueError` as `two_pools`.
+
+    >>> lfm2 = HybridModel(6, 10, bytes_per_token=2048, state_bytes=8192)
+    >>> plan = states_per_page(lfm2, {"flash": [MultipleOf(16)]})
+    >>> plan.states, plan.pages, plan.padding_bytes
+    (4, 1, 0)
+    """
     named, block = _common_block("states_per_page", kernel_sizes, block_size)
     fit = min(block * model.token_word_bytes // model.paged_state_bytes, model.states)
     if fit == 0:
@@ -440,7 +499,19 @@ def pages_per_state(
     block_size: int = 16,
     state_block_size: int | None = None,
 ) -> CachePlan:
-    """A state over as many pages as it needs, with the smallest blocks that the kernels take."""
+    """Return the plan with a state over as many pages as it needs, and the smallest blocks.
+
+    Args:
+      model, kernel_sizes, block_size, state_block_size: as `two_pools`.
+
+    Returns: `CachePlan`.
+    Raises: `ValueError` as `two_pools`.
+
+    >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+    >>> plan = pages_per_state(model, {"flash": [MultipleOf(16)]})
+    >>> plan.block_size, plan.pages, plan.padding_bytes
+    (16, 67, 12288)
+    """
     named, block = _common_block("pages_per_state", kernel_sizes, block_size)
     pages = ceil_div(model.paged_state_bytes, block * model.token_word_bytes)
     why = f"a state is {pages} page(s) of {block} tokens"
@@ -457,12 +528,22 @@ def states_in_pages(
     max_padding_percent: float = 0.0,
     state_block_size: int | None = None,
 ) -> CachePlan | None:
-    """The m states in n <= `max_pages` pages that pad least; None if no state fits.
+    """Return the plan with m states in n <= `max_pages` pages that pads least.
 
-    States that are stored together are of one sequence, so m is at most `model.states`.
+    States that are stored together belong to one sequence, so m is at most `model.states`.
 
     Args:
-      max_padding_percent: take the fewest pages that pad no more than this, if any do.
+      model, kernel_sizes, block_size, state_block_size: as `two_pools`.
+      max_pages: the most pages that states may be stored together in.
+      max_padding_percent: if some n pads no more than this, take the smallest such n.
+
+    Returns: `CachePlan`, or None if no state fits in `max_pages` pages.
+    Raises: `ValueError` as `two_pools`.
+
+    >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=20480)
+    >>> plan = states_in_pages(model, {"flash": [MultipleOf(16)]})
+    >>> plan.states, plan.pages, plan.padding_bytes
+    (4, 5, 0)
     """
     named, block = _common_block("states_in_pages", kernel_sizes, block_size)
     page = block * model.token_word_bytes
@@ -488,7 +569,7 @@ def table(
     chosen: CachePlan | None = None,
     state_block_size: int | None = None,
 ) -> str:
-    """The plans as lines of a table."""
+    """Return the plans as lines of a table."""
     head = ("plan", "block", "kernel", "states:pages", "padding", "% of page", "ids/state", "cost")
     rows = [head]
     for plan in plans:
@@ -515,7 +596,7 @@ def table(
 def _common_block(
     where: str, kernel_sizes: Backends, block_size: int
 ) -> tuple[dict[str, tuple[int | MultipleOf, ...]], int]:
-    """The backends under their names, and a block that all of them can read."""
+    """Return the backends by name, and a block that all of them can read."""
     with checking(where) as problems:
         named = named_backends(kernel_sizes, problems)
     return named, preferred_common_block_size(named, block_size)

@@ -1,4 +1,4 @@
-"""Sizes that tables and pools must keep to: whole rows for strided reads, slots within int32."""
+"""Sizes that tables and pools must respect: rows of whole strides, slots within int32."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from jattn.integers import require_int32_slots, require_ints, round_up, with_pyt
 
 @with_python_ints
 def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) -> int:
-    """Table entries to reserve for `num_blocks` blocks, so that a row is whole `tokens`.
+    """Return the table entries to reserve for `num_blocks` blocks, so that a row is whole strides.
 
-    Kernels that load a row in strides of 128 tokens need it: `num_blocks` rounded up to a multiple
-    of `tokens / gcd(tokens, block_size)`. (vLLM 0.23 takes `tokens // block_size`, which is right
-    for powers of two only.)
+    Kernels that load a row in strides of 128 tokens need `num_blocks` rounded up to a multiple of
+    `tokens / gcd(tokens, block_size)`. (vLLM 0.23 uses `tokens // block_size`, which is right for
+    powers of two only.)
 
+    Args:
+      num_blocks: blocks that the longest sequence needs.
+      block_size: S, tokens in a block.
+      tokens: tokens in a stride.
+
+    Returns: entries in a row, at least `num_blocks`.
     Raises: `ValueError` for sizes below 1.
+
+    >>> aligned_row_width(257, 16), aligned_row_width(257, 48)
+    (264, 264)
     """
     with checking("aligned_row_width") as problems:
         require_ints(problems, 1, num_blocks=num_blocks, block_size=block_size, tokens=tokens)
@@ -27,7 +36,19 @@ def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) ->
 def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
     """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
 
-    Raises: `ValueError` naming the sizes and the most blocks that fit.
+    Args:
+      num_blocks: N, blocks in a pool, per layer.
+      block_size: S, tokens in a block.
+      num_layers: L, layers that share one pool (`layer_block_tables`).
+
+    Raises: `ValueError` naming the sizes and the most blocks that fit, and for sizes below 1.
+
+    >>> check_slot_range(2**27 - 1, 16)
+    >>> check_slot_range(2**27, 16)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: check_slot_range: 1 wrong argument(s)
+      - num_blocks: 134217728 blocks of 16 tokens are ... but must be at most 134217727 blocks, ...
     """
     with checking("check_slot_range") as problems:
         if require_ints(

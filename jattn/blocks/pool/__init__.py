@@ -1,1 +1,1 @@
-"""A pool of blocks: which are free, which hold a known prefix, and how their contents move."""
+"""Pools of blocks: which are free, which hold a known prefix, and how their contents move."""

@@ -1,14 +1,15 @@
-"""Which blocks of a pool are free, how often one is held, and which can be found by their content.
+"""Which blocks of a pool are free, how many holders each has, and which are found by their content.
 
-A pool hands out ids: of blocks of keys and values, or of state slots; all layers of a group use the
-same ids, each in its own array. A block may have several holders: a prompt that begins like another
-one shares its full blocks.
+A pool hands out ids of blocks of keys and values, or of state slots. All layers of a group use the
+same ids, each in its own array. A block may have several holders: prompts that begin alike share
+their full blocks.
 
-    allocate -> held by one        share -> held by one more        free -> held by one less
+    allocate -> one holder         share -> one holder more         free -> one holder less
     publish  -> found by its hash until it is allocated for something else
 
-A block without a holder is free but keeps its content, and is found (`find`, then `share`) until it
-has been free for longest and is evicted. Free blocks without a hash are allocated first.
+A block without a holder is free but keeps its content. It can be found (`find`, then `share`) until
+it is the block that has been free for longest and is evicted. Free blocks without a hash are
+allocated first.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from jattn.integers import require_int
 
 
 class BlockPool:
-    """Ids 0..num_blocks-1 with reference counts, hashes and eviction. Host only.
+    """The ids 0..num_blocks-1 with reference counts, hashes and eviction. Host only.
 
     Args:
       num_blocks: N, blocks in the pool.
       reserved: ids that are never handed out (vLLM's null block 0, say).
-      seed: hand out blocks in a shuffled order, as in a server that has run for a while; None: in
+      seed: hand out blocks in a shuffled order, as in a server that has run for a while. None: in
         ascending order.
+
+    Raises: `ValueError` if `num_blocks` is below 1 or a reserved id is not in the pool.
 
     >>> pool = BlockPool(4, reserved=[0])
     >>> first, second = pool.allocate(2)
@@ -65,7 +68,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can still give, those that can be found by their hash included."""
+        """Blocks that `allocate` can still hand out, including those found by their hash."""
         return len(self._free)
 
     @property
@@ -79,16 +82,16 @@ class BlockPool:
         return len(self._found)
 
     def num_holders(self, id: int) -> int:
-        """Holders of a block; 0 if it is free."""
+        """Return the number of holders of a block; 0 if it is free."""
         self._check("num_holders", id)
         return self._holders[id]
 
     def is_free(self, id: int) -> bool:
-        """Whether a block has no holder."""
+        """Return whether a block has no holder."""
         return self.num_holders(id) == 0
 
     def is_private(self, id: int) -> bool:
-        """Whether a block has one holder and no hash, so that its holder may write to it."""
+        """Return whether a block has one holder and no hash, so that its holder may write to it."""
         return self.num_holders(id) == 1 and id not in self._key_of
 
     def allocate(self, count: int) -> list[int]:
@@ -108,15 +111,15 @@ class BlockPool:
         return ids
 
     def share(self, id: int) -> None:
-        """Add a holder to a block, be it held or free."""
+        """Add a holder to a block, whether it is held or free."""
         if self.is_free(id):
             del self._free[id]
         self._holders[id] += 1
 
     def free(self, ids: Iterable[int]) -> None:
-        """Remove a holder of each block. Give the end of a sequence first: it is evicted first.
+        """Remove a holder of each block. Pass the end of a sequence first: it is evicted first.
 
-        Raises: `ValueError` at a block without a holder.
+        Raises: `ValueError` at the first block without a holder; those before it are freed.
         """
         for id in ids:
             self._require_held("free", id)
@@ -127,9 +130,10 @@ class BlockPool:
                     self._free.move_to_end(id, last=False)
 
     def publish(self, group: str, digest: bytes, id: int) -> None:
-        """Let a held block, written in full, be found by its hash in a group.
+        """Make a held block, which must be full, findable by its hash in a group.
 
-        Of several with one hash the first is kept, and a block keeps its first hash.
+        Of several blocks with the same hash the first is found, and a block keeps its first hash.
+
         Raises: `ValueError` if the block has no holder.
         """
         self._require_held("publish", id)
@@ -138,16 +142,16 @@ class BlockPool:
             self._key_of[id] = (group, digest)
 
     def find(self, group: str, digest: bytes) -> int | None:
-        """The block with a hash, held or free, or None. `share` it before the next `allocate`."""
+        """Return the block with a hash, held or free, or None. `share` it before `allocate`."""
         return self._found.get((group, digest))
 
     def unpublish(self, id: int) -> None:
-        """Let a block be found no more, because it is written to. Nothing if it was not."""
+        """Forget the hash of a block, if it has one, because the block will be overwritten."""
         if key := self._key_of.pop(id, None):
             del self._found[key]
 
     def clear_hashes(self) -> None:
-        """Empty the prefix cache: no block is found any more."""
+        """Empty the prefix cache: forget every hash."""
         self._found.clear()
         self._key_of.clear()
 

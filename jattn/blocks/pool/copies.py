@@ -1,11 +1,11 @@
-"""Contents of blocks: copied within a pool, taken out of one, and put into the same or another.
+"""Contents of blocks: copied within a pool, taken out of it, and put into the same or another pool.
 
-Whatever grows with a pool has the blocks first, so words, scales and zero points of a block move
-alike. A cache here is a `KVArray`, an array with the blocks first, or a tuple of them (keys and
-values, all layers); caches in one call share their ids. A scale per head or cache stays where it
-is: words mean the same only where it is equal.
+Every array that grows with a pool has the block axis first, so words, scales and zero points of a
+block move in the same way. A cache here is a `KVArray`, an array whose first axis is the blocks, or
+a tuple of these (keys and values, all layers); caches in one call share their ids. A scale per head
+or per cache does not move, so both pools must have the same one.
 
-A block taken from blocks of S tokens and put into blocks of S' goes by its tokens,
+Contents taken from blocks of S tokens and put into blocks of S' are moved token by token,
 
     token i of the sequence = token i mod S of block i div S = token i mod S' of block i div S'.
 """
@@ -32,8 +32,8 @@ Caches = TypeVar("Caches")
 def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
     """Copy whole blocks within a pool: copy-on-write of a block that others hold.
 
-    In place when the caches are donated, except on CPU for plain arrays of fp8 (and, before JAX
-    0.12, bfloat16), which are copied: the words of a `KVArray` are not.
+    Copies in place when the caches are donated. The exception is plain arrays of fp8 (and, before
+    JAX 0.12, bfloat16) on CPU, which are copied whole; the words of a `KVArray` are not.
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
@@ -60,7 +60,7 @@ def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
 
 
 def take_blocks(caches: Caches, ids: Integers) -> Caches:
-    """The contents of blocks, as caches of `len(ids)` blocks: to swap out or transfer.
+    """Return the contents of blocks as caches of `len(ids)` blocks, to swap out or transfer.
 
     `jax.device_get` moves the result to the host; `put_blocks` puts it into a pool.
 
@@ -68,7 +68,11 @@ def take_blocks(caches: Caches, ids: Integers) -> Caches:
       caches: a cache or a tuple of them, [N, ...].
       ids: int32 [n]. An id outside 0..N-1 (-1 pads) reads as zeros.
 
-    Raises: `ValueError` for wrong dtypes or shapes.
+    Returns: caches like `caches`, [n, ...], in the order of `ids`.
+    Raises: `ValueError` for a wrong dtype or shape of `ids`.
+
+    >>> take_blocks(jnp.arange(4.0)[:, None], [3, 1, -1])[:, 0].tolist()
+    [3.0, 1.0, 0.0]
     """
     with checking("take_blocks") as problems:
         ids = as_int32(problems, "ids", ids, ranks=(1,))
@@ -86,22 +90,29 @@ def put_blocks(
 ) -> Caches:
     """Write what `take_blocks` took into blocks of this or another pool.
 
-    In place when the caches are donated, as `copy_blocks`. Where the pools differ in block size or
-    layout, caches are HND [N, K, S, ...] or NHD [N, S, K, ...], and tokens keep their order; the
-    rest of the last block is zeroed.
+    Writes in place when the caches are donated, as `copy_blocks` does. If the pools differ in block
+    size or layout, caches must be HND [N, K, S, ...] or NHD [N, S, K, ...]; tokens keep their
+    order, and the rest of the last block is zeroed.
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
-      ids: int32 [m], where to write; outside 0..N-1 (-1 pads) nothing is written. They must differ.
+      ids: int32 [m], the blocks to write. They must differ; an id outside 0..N-1 (-1 pads) writes
+        nothing.
       blocks: what `take_blocks` returned for caches of the same formats.
-      kv_layout: layout of `caches`. None: a `KVArray`'s own, "HND" for plain arrays.
-      blocks_layout: layout of `blocks`, likewise; for plain arrays None is that of `caches`.
-      num_tokens: tokens that the blocks hold, from the first on. Static. None: all of them.
+      kv_layout: layout of `caches`. None: the layout of a `KVArray`, "HND" for plain arrays.
+      blocks_layout: layout of `blocks`. None: the layout of a `KVArray`, that of `caches` for plain
+        arrays.
+      num_tokens: tokens to write, from the first of `blocks` on. Static. None: all of them.
 
     Returns: the caches.
-    Raises: `ValueError` for formats, dtypes or heads that differ, for a scale per block between
-      blocks of two sizes, for more or fewer ids than the tokens need, and for concrete scales per
-      head that differ.
+    Raises: `ValueError` for formats, dtypes, layouts or heads that differ, for a scale per block
+      between blocks of two sizes, for more or fewer ids than the tokens need, for concrete ids
+      named twice, and for concrete scales per head or cache that differ.
+
+    >>> caches = jnp.arange(8.0).reshape(2, 1, 4, 1)  # two blocks of 4 tokens
+    >>> larger = jnp.zeros((3, 1, 8, 1))
+    >>> put_blocks(larger, [2], take_blocks(caches, [1, 0]), num_tokens=6)[2].ravel().tolist()
+    [4.0, 5.0, 6.0, 7.0, 0.0, 1.0, 0.0, 0.0]
     """
     with checking("put_blocks") as problems:
         ids = as_int32(problems, "ids", ids, ranks=(1,))
@@ -160,7 +171,7 @@ def _put(
 def _cut(
     new: jax.Array, array: jax.Array, layouts: tuple[str, str], num_tokens: int | None
 ) -> jax.Array:
-    """Blocks of one size and layout as blocks of another, by their tokens."""
+    """Return blocks of one size and layout as blocks of another, token by token."""
     layout, new_layout = layouts
     rows = new if new_layout == "NHD" else new.swapaxes(1, 2)  # [n, S, K, ...]
     rows = rows.reshape(-1, *rows.shape[2:])[:num_tokens]
@@ -174,7 +185,7 @@ def _cut(
 def _layout(
     problems: Problems, argument: str, given: str | None, caches: list[Any], default: str
 ) -> str:
-    """The layout of caches: the one a `KVArray` carries, the one given, or the default."""
+    """Return the layout of caches: the one a `KVArray` carries, the one given, or the default."""
     problems.require(given in (None, *LAYOUTS), argument, f"{given!r}", f"one of {LAYOUTS}")
     carried = {x.kv_layout for x in caches if isinstance(x, KVArray)}
     agrees = len(carried | ({given} - {None})) < 2
@@ -187,11 +198,11 @@ def _leaves(caches: object) -> list[Any]:
 
 
 def _map(function: Callable[..., jax.Array], caches: Caches, *others: object) -> Caches:
-    """Map the arrays that have the blocks first; a scale per head or cache stays as it is."""
+    """Map the arrays whose first axis is the blocks; a scale per head or cache is unchanged."""
 
     def words(array: Any, *rest: Any) -> jax.Array:
-        # XLA for CPU writes these by converting the whole pool, which rewrites NaNs: as words the
-        # bits stay, at the price of a copy. The words of a KVArray are written in place.
+        # XLA for CPU writes some dtypes by converting the whole pool, which rewrites NaNs. As words
+        # they keep their bits, at the price of a copy. A KVArray's words are written in place.
         dtype = stored = np.dtype(array.dtype)
         if rounding.scatter_converts(dtype):
             stored = np.dtype(f"uint{8 * dtype.itemsize}")

@@ -2,9 +2,9 @@
 
     h_i = blake2b(h_(i-1), tokens of block i),    h_(-1) = the salt.
 
-So equal hashes mean equal prefixes. Groups whose blocks differ in size need one chain only, at the
-greatest common divisor of their sizes (`LayerGroups.hash_block_size`): a block of k of its blocks
-has the hash of the last of them.
+So equal hashes mean equal prefixes. Groups whose blocks differ in size need only one chain, with
+blocks of the greatest common divisor of their sizes (`LayerGroups.hash_block_size`): a larger block
+has the hash of the last small block in it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from jattn.integers import require_int, require_ints
 def hash_blocks(
     tokens: Sequence[int] | np.ndarray, block_size: int, *, parent: bytes = b""
 ) -> list[bytes]:
-    """The hashes of all full blocks of a sequence, 16 bytes each. Host only.
+    """Return the hashes of all full blocks of a sequence, 16 bytes each. Host only.
 
     Args:
-      tokens: integers, the tokens after `parent`; a last block that is not full has no hash.
+      tokens: integers, the tokens after `parent`. A last block that is not full has no hash.
       block_size: tokens in a block.
-      parent: the hash of the block before, or anything that must tell prefixes apart (an adapter's
-        name, a tenant's salt).
+      parent: the hash of the block before, or a salt that keeps prefixes apart (an adapter's name,
+        a tenant's id).
+
+    Returns: a list with one hash per full block.
+    Raises: `ValueError` for a block size below 1, or tokens that are not a flat list of integers.
 
     >>> whole = hash_blocks([1, 2, 3, 4, 5], 2)
     >>> whole[1:] == hash_blocks([3, 4], 2, parent=whole[0]), len(whole)
@@ -52,9 +55,15 @@ def hash_blocks(
 
 
 def block_hashes(hashes: Sequence[bytes], hash_block_size: int, block_size: int) -> list[bytes]:
-    """The hashes of blocks of `block_size` tokens, from those of smaller ones.
+    """Return the hashes of blocks of `block_size` tokens, given those of smaller blocks.
 
-    Raises: `ValueError` unless `hash_block_size` divides `block_size`.
+    Args:
+      hashes: the hashes of a sequence's blocks of `hash_block_size` tokens (`hash_blocks`).
+      hash_block_size: tokens in a small block (`LayerGroups.hash_block_size`).
+      block_size: tokens in a block of the group.
+
+    Returns: a list with one hash per full block of the group.
+    Raises: `ValueError` for a size below 1, or if `hash_block_size` does not divide `block_size`.
 
     >>> block_hashes([b"a", b"b", b"c"], 16, 32)
     [b'b']

@@ -6,14 +6,14 @@ tensor. Nothing is padded and nothing is converted.
 `PagePool` lets states live in the pages of a KV cache instead, so that one free list serves both.
 A block id names a page: its words of K and its words of V. A state is a run of words,
 
-    state = conv words, then recurrent words,    dealt to K's and V's words in the ratio D : V,
+    state = conv words, then recurrent words,    split between K's and V's words as D : V,
 
-over the concatenated pages of a row of page ids; several states may share the pages, one after
+over the concatenated pages of a row of page ids; several states may share these pages, one after
 another. Reading gathers the words and bitcasts only those: the pool itself is never
 converted, and it is the array that `jattn.paged_attention` reads through a `KVArray`.
 
-Pages hold whatever was last written. `zero_pages` on hand-over keeps the bytes of a float32 state
-from being read as bfloat16 keys, where many of them are NaN.
+Pages hold whatever was last written. Call `zero_pages` when a page changes its use: many bytes of a
+float32 state would be NaN if they were read as bfloat16 keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class PagePool:
       layout: static, the tensors of a state.
 
     Raises: `ValueError` for parts of different N or dtype, dtypes that do not move as words, and
-      states that are not whole words.
+      states that are empty or not whole words.
+
+    >>> words = tuple(jnp.zeros((8, 1, 16, 64), jnp.uint16) for _ in range(2))  # of keys, values
+    >>> pool = PagePool(words, StateLayout(((2, 32, 32),), ("float32",)))
+    >>> pool.page_bytes, pool.layout.nbytes, pool.pages_for(1), pool.states_in(5)
+    (4096, 8192, 2, 2)
     """
 
     parts: tuple[jax.Array, ...]
@@ -96,11 +101,11 @@ class PagePool:
         return sum(self._part_words) * self.parts[0].dtype.itemsize
 
     def states_in(self, num_pages: int) -> int:
-        """States that fit in `num_pages` pages one after another."""
+        """Return how many states fit in `num_pages` pages, one after another."""
         return num_pages * self._units_per_page // self._units_per_state
 
     def pages_for(self, num_states: int = 1) -> int:
-        """Pages that `num_states` states need one after another."""
+        """Return how many pages `num_states` states need, one after another."""
         return ceil_div(num_states * self._units_per_state, self._units_per_page)
 
     # A unit is the smallest share of a page with whole words of every part in their ratio.
@@ -128,9 +133,15 @@ class StateSlots:
     """States in slots that are separate from the KV pool. A pytree.
 
     Attributes:
-      tensors: one array [num_slots, *shape] per tensor of the layout: float32 as it is, narrower
-        dtypes as unsigned words of their size.
+      tensors: one array [num_slots, *shape] per tensor of the layout. Dtypes below 32 bits are
+        stored as unsigned words of their size, others unchanged.
       layout: static, the tensors of a state.
+
+    Raises: `ValueError` if the tensors do not fit the layout.
+
+    >>> slots = init_state_slots(StateLayout(((3, 8),), ("bfloat16",)), num_slots=5)
+    >>> slots.num_slots, slots.tensors[0].dtype.name
+    (5, 'uint16')
     """
 
     tensors: tuple[jax.Array, ...]
@@ -158,7 +169,7 @@ class StateSlots:
 
     @property
     def num_slots(self) -> int:
-        """States there is room for."""
+        """The number of slots."""
         return self.tensors[0].shape[0]
 
 
@@ -166,7 +177,14 @@ Pool = TypeVar("Pool", PagePool, StateSlots)
 
 
 def init_state_slots(layout: StateLayout, num_slots: int) -> StateSlots:
-    """Zeroed slots for `num_slots` states.
+    """Make zeroed slots for `num_slots` states.
+
+    Args:
+      layout: the tensors of a state.
+      num_slots: states to make room for.
+
+    Returns: `StateSlots`.
+    Raises: `ValueError` if `num_slots` is below 1.
 
     >>> layout = StateLayout(((3, 8), (2, 4, 4)), ("bfloat16", "float32"))
     >>> [tensor.shape for tensor in init_state_slots(layout, 5).tensors]
@@ -184,17 +202,24 @@ def init_state_slots(layout: StateLayout, num_slots: int) -> StateSlots:
 def read_state(
     pool: PagePool | StateSlots, ids: Integers, *, index: Integers | None = None
 ) -> tuple[jax.Array, ...]:
-    """The states of B sequences.
+    """Read the states of B sequences.
 
     Args:
-      pool: where they are.
-      ids: of a `PagePool`, page ids int32 [B, n]: the pages of each state, in order. Of
+      pool: a `PagePool` or `StateSlots`.
+      ids: for a `PagePool`, page ids int32 [B, n]: the pages of each state, in order. For
         `StateSlots`, slots int32 [B]. An id outside the pool (-1 pads) reads as zeros.
-      index: int32 [B] or None: with several states in the n pages, which one is meant, from 0 to
+      index: int32 [B] or None: if the n pages hold several states, which of them to read, from 0 to
         `pool.states_in(n) - 1`; any other is outside the pool. None: the pages hold one state.
 
     Returns: one array [B, *shape] per tensor of the layout, of its dtype.
-    Raises: `ValueError` for wrong dtypes or shapes, or too few pages for a state.
+    Raises: `ValueError` for wrong dtypes or shapes, too few pages for a state, an `index` with
+      `StateSlots`, or a pool too large for `index` to address in int32.
+
+    >>> slots = init_state_slots(StateLayout(((2,), (3,)), ("bfloat16", "float32")), num_slots=4)
+    >>> slots = write_state(slots, [2], [jnp.ones((1, 2), jnp.bfloat16), jnp.ones((1, 3))])
+    >>> conv, state = read_state(slots, [2, -1])
+    >>> conv.dtype.name, state.tolist()
+    ('bfloat16', [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     """
     ids, index = _check_ids("read_state", pool, ids, index)
     return _read(pool, ids, index)
@@ -209,9 +234,10 @@ def write_state(
 ) -> PagePool | StateSlots:
     """Write the states of B sequences where `read_state` finds them.
 
-    In place when the pool is donated; nothing the size of the pool is made. Pages and slots must
-    differ between sequences, but for states of different `index` in the same pages. An id outside
-    the pool (-1 pads) writes nothing. Without `index`, the rest of a state's last page is zeroed.
+    Writes in place when the pool is donated, and allocates nothing the size of the pool. Pages and
+    slots must differ between sequences, except that states of different `index` may share pages. An
+    id outside the pool (-1 pads) writes nothing. Without `index`, the rest of a state's last page
+    is zeroed.
 
     Args:
       pool, ids, index: as for `read_state`.
@@ -219,6 +245,12 @@ def write_state(
 
     Returns: the pool.
     Raises: `ValueError` as `read_state`, and for states that do not fit the layout.
+
+    >>> layout = StateLayout(((2, 8),), ("float32",))
+    >>> pool = PagePool((jnp.zeros((4, 32), jnp.uint32),), layout)  # two states fit in a page
+    >>> pool = write_state(pool, [[3], [3]], [jnp.ones((2, 2, 8))], index=[0, 1])
+    >>> read_state(pool, [[3]], index=[1])[0].shape
+    (1, 2, 8)
     """
     ids, index = _check_ids("write_state", pool, ids, index)
     layout = pool.layout
@@ -242,9 +274,20 @@ def write_state(
 
 
 def zero_pages(pool: Pool, ids: Integers) -> Pool:
-    """Zero pages (or slots) on hand-over, int32 [n] or [B, n]; ids outside the pool are ignored.
+    """Zero pages or slots before they change their use.
 
-    Zeros are zero in every format, so the next owner of a page may read all of it.
+    Zero bytes read as 0 in every format, so the next owner of a page may read all of it.
+
+    Args:
+      pool: a `PagePool` or `StateSlots`.
+      ids: int32 [n] or [B, n], pages or slots. Ids outside the pool (-1 pads) are ignored.
+
+    Returns: the pool.
+    Raises: `ValueError` for a wrong dtype or shape of `ids`.
+
+    >>> pool = PagePool((jnp.ones((4, 32), jnp.uint32),), StateLayout(((4,),), ("float32",)))
+    >>> zero_pages(pool, [1, 3, -1]).parts[0][:, 0].tolist()
+    [1, 0, 1, 0]
     """
     with checking("zero_pages") as problems:
         ids = as_int32(problems, "ids", ids, ranks=(1, 2))
@@ -308,10 +351,10 @@ def _write(
 
 
 def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tuple[jax.Array, int]:
-    """Rows [B, n] of the parts seen as rows of `chunk` units, and `chunk`.
+    """Return rows [B, n] of the parts viewed as rows of `chunk` units, and `chunk`.
 
-    One state per row of pages is read by whole pages; one of several by the longest chunks that
-    never cross a page's end wherever a state begins.
+    If pages hold one state, it is read by whole pages. If they hold several, a state is read by the
+    longest chunks that never cross the end of a page, wherever the state begins.
     """
     per_state, per_page = pool._units_per_state, pool._units_per_page
     if index is None:
@@ -320,7 +363,7 @@ def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tupl
     first = index[:, None] * (per_state // chunk)
     chunks = first + jnp.arange(per_state // chunk, dtype=jnp.int32)[None, :]
     column, offset = chunks // (per_page // chunk), chunks % (per_page // chunk)
-    # An index past the states that the pages hold is nowhere, even if a part of it is inside.
+    # An index past the last whole state is outside, even if part of that state would be inside.
     column = inside_or_end(column, ids.shape[1])
     batch = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     pages = ids.at[batch, column].get(mode="fill", fill_value=-1)

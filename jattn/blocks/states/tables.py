@@ -1,4 +1,4 @@
-"""Which blocks of a row are a sequence's states."""
+"""Which entries of a row are a sequence's states."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ def select_state_blocks(
     mode: str = "none",
     num_speculative_blocks: int = 0,
 ) -> jax.Array:
-    """The ids that a recurrent kernel reads and writes, out of the rows of a state group.
+    """Select the ids that a recurrent kernel reads and writes from the rows of a state group.
 
-    In modes "none" and "all" the whole row. In mode "align" a state is kept per block, and the
-    current one and the speculative ones behind it are
+    In modes "none" and "all" these are the whole row. In mode "align" a sequence keeps a state per
+    block, and the current state and the s speculative ones after it are
 
         block_tables[b, max((seq_lens[b] - 1) // block_size, 0) + 0 .. s].
 
     Args:
-      block_tables: int32 [B, M].
+      block_tables: int32 [B, M], the rows of the group.
       seq_lens: int32 [B], tokens of each sequence, this step's included.
       block_size: tokens between two kept states. Static.
       mode: "none", "align" or "all". Static.
-      num_speculative_blocks: s. Static.
+      num_speculative_blocks: s, states of tokens that may be rolled back. Static.
 
     Returns: int32 [B, M], or [B, 1 + s] in mode "align", where columns past the row give -1.
     Raises: `ValueError` for wrong dtypes, shapes, sizes or mode.
+
+    >>> select_state_blocks([[4, 7, 9]], [40], block_size=16, mode="align").tolist()
+    [[9]]
     """
     with checking("select_state_blocks") as problems:
         table = as_int32(problems, "block_tables", block_tables, ranks=(2,))

@@ -11,25 +11,25 @@ import numpy as np
 from jattn.blocks.states.layouts import StateLayout
 from jattn.formats.rounding import bitcast
 
-# Integers are moved as they are. So is float32, but not bfloat16: XLA CPU of JAX 0.10 moves
-# it through float32, which converts the whole pool and rewrites NaNs, and a state's bits are NaNs
-# now and then.
+# Integers and float32 move unchanged, but bfloat16 does not: XLA for CPU in JAX 0.10 moves it
+# through float32, which converts the whole pool and rewrites NaNs, and the bits of a state
+# sometimes are NaNs.
 POOL_WORDS = ("uint8", "int8", "uint16", "uint32", "float32")
 
 
 def unsigned(itemsize: int) -> np.dtype:
-    """The unsigned integers of a size in bytes."""
+    """Return the dtype of unsigned integers of `itemsize` bytes."""
     return np.dtype(f"uint{8 * itemsize}")
 
 
 def slot_dtype(dtype: str) -> np.dtype:
-    """The dtype that slots store `dtype` in: itself, or unsigned words if narrower than 32 bits."""
+    """Return the dtype in which slots store `dtype`: unsigned words below 32 bits, else itself."""
     numbers = jnp.dtype(dtype)
     return unsigned(numbers.itemsize) if numbers.itemsize < 4 else numbers
 
 
 def to_words(states: Sequence[jax.Array], itemsize: int) -> jax.Array:
-    """The tensors of each state as one row of unsigned words, [B, words]."""
+    """Return the tensors of each state as one row of unsigned words, [B, words]."""
     rows = []
     for x in states:
         flat = x.reshape(x.shape[0], -1)
@@ -41,7 +41,7 @@ def to_words(states: Sequence[jax.Array], itemsize: int) -> jax.Array:
 
 
 def from_words(words: jax.Array, layout: StateLayout) -> tuple[jax.Array, ...]:
-    """The inverse of `to_words`."""
+    """Return the tensors of each state: the inverse of `to_words`."""
     itemsize, start, states = words.dtype.itemsize, 0, []
     for shape, dtype, nbytes in zip(layout.shapes, layout.dtypes, layout.tensor_bytes, strict=True):
         mine = words[:, start : start + nbytes // itemsize]

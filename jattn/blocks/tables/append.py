@@ -33,7 +33,7 @@ def append_block_ids(
     *,
     overwrite: bool | np.ndarray | jax.Array = False,
 ) -> tuple[BlockTables, jax.Array]:
-    """Append block ids to the rows of one sequence, or of a whole batch of them.
+    """Append block ids to the rows of one sequence or of a batch.
 
     Args:
       tables: the tables, in any number of groups G.
@@ -46,11 +46,10 @@ def append_block_ids(
         count of 0 then empties the row. Entries past the new end are stale and never read.
 
     Returns: the tables, and `refused`, bool [] or [n]: True for a sequence whose ids do not fit
-      (some row would pass its capacity, an id or a count is negative, a count exceeds the ids
-      given, or the sequence was named before in the same call). Such a sequence is left as it was
-      in every group, so nothing is lost: make room and append again. Called with concrete arrays,
-      it raises instead; `check_append` raises the same for arrays a jitted call refused.
-
+      (a row would pass its capacity, an id or a count is negative, a count exceeds the ids given,
+      or the call already named the sequence). Such a sequence is unchanged in every group, so
+      nothing is lost: make room and append again. A call with concrete arrays raises instead;
+      `check_append` raises the same error for arrays that a jitted call refused.
     Raises: `ValueError` for wrong dtypes or shapes, and for refusals outside jit, naming each
       sequence, group, end and capacity.
 
@@ -74,11 +73,21 @@ def check_append(
     *,
     overwrite: bool | np.ndarray | jax.Array = False,
 ) -> None:
-    """Raise on the host if `append_block_ids` would refuse, with the reasons.
+    """Raise on the host, with the reasons, if `append_block_ids` would refuse a sequence.
 
-    Takes the arguments of `append_block_ids` and the tables it was given.
+    Args:
+      tables: the tables before the append, concrete.
+      seq_indices, block_ids, counts, overwrite: as for `append_block_ids`, concrete.
 
-    Raises: `ValueError` with one line per refusal: sequence, group, end and capacity.
+    Raises: `ValueError` for wrong dtypes or shapes, or with one line per refusal that names the
+      sequence, group, end and capacity.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=2)], max_num_seqs=1)
+    >>> check_append(tables, 0, [[1, 2, 3]], [3])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: append_block_ids: 1 wrong argument(s)
+      - block_ids[0]: the row of sequence 0 in group 0 would end at 3, ... at most 2, its capacity
     """
     batch, _ = _append_arguments(tables, seq_indices, block_ids, counts, overwrite)
     _raise_if_refused(tables, batch)
@@ -90,19 +99,19 @@ def pack_block_ids(
     widths: Sequence[int] | None = None,
     num_seqs: int | None = None,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Lists of ids as the padded arrays that `append_block_ids` takes. Host only.
+    """Pack lists of ids into the padded arrays that `append_block_ids` takes. Host only.
 
     Args:
       ids: `ids[i][g]`, the ids that sequence i gets in group g. May be empty if `widths` says how
         many groups there are.
       widths: k_g, the ids per sequence and group to pad to, so that shapes do not change from
         step to step. None: the longest list of each group.
-      num_seqs: n, the sequences to pad to, for the same reason: those past the ids get none. None:
+      num_seqs: n, the sequences to pad to, for the same reason; the added ones get no ids. None:
         as many as `ids`.
 
     Returns: `block_ids`, per group int32 [n, k_g], and `counts`, int32 [G, n].
     Raises: `ValueError` if a list is longer than its width or holds anything but ids from 0 to
-      2^31 - 1, if there are more than `num_seqs`, or if the sequences do not all name the same
+      2^31 - 1, if there are more than `num_seqs` sequences, or if not all of them have the same
       number of groups.
 
     >>> block_ids, counts = pack_block_ids([[[5, 6]], [[]]], num_seqs=3)
@@ -148,7 +157,7 @@ def pack_block_ids(
 
 
 def _id_list(problems: Problems, argument: str, ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-    """A list of ids, or a noted problem and an empty list."""
+    """Return a list of ids; if it is not one, note a problem and return an empty list."""
     if isinstance(ids, Sequence) and not ids:
         return ids
     try:
@@ -170,24 +179,30 @@ def gather_block_tables(
     width: int | Sequence[int] | None = None,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The rows of a batch, one after another, with zeros wherever no block is.
+    """Return the rows of a batch, in its order, with 0 wherever a row has no block.
 
-    A batch of thousands of wide rows is tens of MiB. `width` gathers no more columns than the
-    step's longest sequence needs, and `into` writes to the arrays of the step before: donate them,
-    `jax.jit(gather_block_tables, static_argnames="width", donate_argnames="into")`.
+    A batch of thousands of wide rows is tens of MiB. Pass `width` to gather no more columns than
+    the step's longest sequence needs, and `into` to reuse the arrays of the previous step: donate
+    them, `jax.jit(gather_block_tables, static_argnames="width", donate_argnames="into")`.
 
     Args:
+      tables: the tables.
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives zeros.
-      num_computed_tokens: int32 [B] or None: the position of each sequence's first query. With
-        it, groups that have a `sliding_window_reach` give 0 for blocks that are wholly before
-        `num_computed_tokens - sliding_window_reach`, which the manager may have handed on.
+      num_computed_tokens: int32 [B] or None: the position of each sequence's first query. Groups
+        that have a `sliding_window_reach` then give 0 for blocks wholly before
+        `num_computed_tokens - sliding_window_reach`, which the manager may have reused.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
-      width: M, columns to gather, of all groups or of each. Static. None: all of the row. A row
-        with more blocks loses the rest, and attention gives NaN for a sequence that needs them.
+      width: M, columns to gather, one for all groups or one for each. Static. None: the whole
+        row. A row with more blocks is cut, and attention gives NaN for a sequence that needs them.
       into: per group int32 [B, M], arrays to overwrite. None: new arrays.
 
     Returns: per group, int32 [B, M]: entries of a row past its blocks are 0.
     Raises: `ValueError` for wrong dtypes, shapes or widths.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
+    >>> tables, _ = append_block_ids(tables, [0, 2], [[[7, 0], [5, 6]]], [[1, 2]])
+    >>> gather_block_tables(tables, [2, 0, -1], width=2)[0].tolist()
+    [[5, 6], [7, 0], [0, 0]]
     """
     every = [table.shape[1] for table in tables.tables]
     with checking("gather_block_tables") as problems:
@@ -243,7 +258,7 @@ def _gather(
             gone = local_lengths(unseen, group.context, rank=rank) // tables.entry_size(g)
             keep &= columns >= gone[:, None]
         found = jnp.where(keep, table[:, :width].at[rows].get(mode="fill", fill_value=0), 0)
-        if into is not None:  # all of it is overwritten: a donated array is used again
+        if into is not None:  # all of it is overwritten, so a donated array is reused
             found = jax.lax.dynamic_update_slice(into[g], found, (0, 0))
         gathered.append(found)
     return tuple(gathered)
@@ -277,7 +292,7 @@ def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]
     starts = jnp.where(batch.overwrite[None, :], 0, held)
     ends = starts + counts
     widths = jnp.asarray([table.shape[1] for table in tables.tables], jnp.int32)[:, None]
-    # A count that is not sound is refused whatever it was multiplied or added to.
+    # An unsound count is refused, so it does not matter if the sums above overflowed.
     fits = jnp.all(sound & (ends <= widths), axis=0)
     inside = named < tables.max_num_seqs
     refused = inside & ~(fits & _first_mention(named, tables.max_num_seqs))
@@ -297,7 +312,7 @@ def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]
 
 
 def _raise_if_refused(tables: BlockTables, batch: _Batch) -> None:
-    """`check_append` of a batch. Checks whole arrays, and entries only if there is a fault."""
+    """`check_append` of a batch. Check whole arrays first, and entries only if there is a fault."""
     rows, counts, overwrite = map(np.asarray, (batch.rows, batch.counts, batch.overwrite))
     named = (rows >= 0) & (rows < tables.max_num_seqs)
     held = np.asarray(tables.num_blocks)[:, np.where(named, rows, 0)]
@@ -332,7 +347,7 @@ def _append_arguments(
     counts: Integers,
     overwrite: bool | np.ndarray | jax.Array,
 ) -> tuple[_Batch, bool]:
-    """The arguments as arrays of a batch, and whether they were those of one sequence."""
+    """Return the arguments as arrays of a batch, and whether they were for one sequence."""
     num_groups = len(tables.groups)
     with checking("append_block_ids") as problems:
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(0, 1))
@@ -372,13 +387,13 @@ def _append_arguments(
 
 
 def _named_ids(ids: jax.Array, counts: jax.Array) -> jax.Array:
-    """Ids [n, k] with 0 for those past the counts [n]."""
+    """Return ids [n, k], with 0 for those past the counts [n]."""
     named = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
     return jnp.where(named, ids, 0)
 
 
 def _first_mention(rows: jax.Array, end: int) -> jax.Array:
-    """Whether each entry is the first that names its row: bool [n]."""
+    """Return bool [n]: whether each entry is the first that names its row."""
     order = jnp.arange(rows.shape[0], dtype=jnp.int32)
     first = jnp.full((end,), rows.shape[0], jnp.int32).at[rows].min(order, mode="drop")
     return first.at[rows].get(mode="fill", fill_value=0) == order

@@ -29,9 +29,15 @@ class ContextParallel:
 
     Attributes:
       size: number of ranks, `c`.
-      rank: this rank, `k`. Where the rank is only known on the device (inside `shard_map`),
-        leave 0 here and pass `rank=` to the functions that need it.
+      rank: this rank, `k`. If the rank is only known on the device (inside `shard_map`), leave 0
+        here and pass `rank=` to the functions that need it.
       interleave: tokens a rank takes in one turn, `I`.
+
+    Raises: `ValueError` if `size` or `interleave` is below 1, or `rank` is not in 0..size-1.
+
+    >>> context = ContextParallel(size=2, interleave=4)
+    >>> [context.local_length(6, rank) for rank in range(2)], context.longest_local_length(6)
+    ([4, 2], 4)
     """
 
     size: int = 1
@@ -49,14 +55,14 @@ class ContextParallel:
                 )
 
     def local_length(self, num_tokens: int, rank: int | None = None) -> int:
-        """How many of a sequence's first `num_tokens` tokens are on `rank` (default: this one)."""
+        """Return how many of the first `num_tokens` tokens `rank` keeps (None: this rank)."""
         rank = self.rank if rank is None else rank
         rounds, rest = divmod(num_tokens, self.interleave * self.size)
         mine = min(max(rest - rank * self.interleave, 0), self.interleave)
         return rounds * self.interleave + mine
 
     def longest_local_length(self, num_tokens: int) -> int:
-        """The local length of the rank that holds most: what every rank must have room for."""
+        """Return the local length of the rank that keeps most: every rank needs room for it."""
         return self.local_length(num_tokens, rank=0)
 
 

@@ -4,9 +4,9 @@ A block of S tokens is `n` kernel blocks of S / n tokens, and
 
     kernel_id(b, j) = b * stride + j,    j = 0 .. n - 1,    stride = n by default.
 
-A larger stride skips what is between one block of a layer and its next (the pages of other
-layers, in a pool that packs them). The expansion is made when a kernel needs it and is never
-stored; slots are those of the manager's blocks, because `b * S + offset` does not depend on n.
+A larger stride skips what lies between consecutive blocks of a layer (pages of other layers, in a
+pool that packs them). The ids are expanded when a kernel needs them and are never stored. Slots are
+those of the manager's blocks, because `b * S + offset` does not depend on n.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from jattn.integers import INT32_MAX, require_int, with_python_ints
 def expand_block_ids(
     block_ids: Integers, blocks_per_kv_block: int, *, stride: int | None = None
 ) -> jax.Array:
-    """The kernel blocks of each block, in order, along the last axis.
+    """Return the kernel blocks of each block, in order, along the last axis.
 
     Args:
       block_ids: int32 [..., M], the manager's blocks.
       blocks_per_kv_block: n, kernel blocks in a block. Static.
       stride: kernel blocks from one block to the next, at least n. Static. None: n.
 
-    Returns: int32 [..., M * n]. With n = 1 the ids are returned as they are, whatever the
-      stride, as vLLM does: a kernel that reads whole blocks addresses them itself. A block whose
-      kernel blocks int32 cannot hold becomes n times -1.
-    Raises: `ValueError` if `blocks_per_kv_block` or `stride` is too small.
+    Returns: int32 [..., M * n]. With n = 1 the ids come back unchanged, whatever the stride, as in
+      vLLM: a kernel that reads whole blocks addresses them itself. A block whose kernel blocks
+      int32 cannot hold becomes n times -1.
+    Raises: `ValueError` if `blocks_per_kv_block` is below 1 or `stride` is below it, and for a
+      wrong dtype or shape.
 
     >>> expand_block_ids([4, 0], 3).tolist()
     [12, 13, 14, 0, 1, 2]
@@ -57,7 +58,7 @@ def expand_block_ids(
 def _expand(ids: jax.Array, n: int, stride: int) -> jax.Array:
     offsets = jnp.arange(n, dtype=jnp.int32).reshape((1,) * ids.ndim + (n,))
     most = (INT32_MAX - n + 1) // stride
-    held = (ids >= -most) & (ids <= most)  # others would wrap around, to other blocks
+    held = (ids >= -most) & (ids <= most)  # others would wrap around and name other blocks
     first = jnp.where(held, ids, -1)[..., None]
     expanded = jnp.where(held[..., None], first * jnp.int32(min(stride, INT32_MAX)) + offsets, -1)
     return expanded.reshape(*ids.shape[:-1], ids.shape[-1] * n)
@@ -69,7 +70,7 @@ def kernel_block_tables(
     *,
     strides: Sequence[int | None] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The block tables in kernel blocks, one array per group.
+    """Return the block tables in kernel blocks, one array per group.
 
     Args:
       tables: the tables, whose groups say how many kernel blocks a block has.
@@ -77,7 +78,14 @@ def kernel_block_tables(
       strides: per group, `stride` of `expand_block_ids`. None: dense.
 
     Returns: per group int32 [B, W_g * n_g]; tables that store kernel blocks come back unchanged.
-    Raises: `ValueError` for as many tables or strides as there are not groups.
+    Raises: `ValueError` if `gathered` or `strides` has not one entry per group, or as
+      `expand_block_ids`.
+
+    >>> group = BlockGroup(block_size=48, max_blocks=2, kernel_block_size=16)
+    >>> tables = init_block_tables([group], max_num_seqs=2)
+    >>> tables, _ = append_block_ids(tables, 1, [[4]], [1])
+    >>> kernel_block_tables(tables, gather_block_tables(tables, [1]))[0].tolist()
+    [[12, 13, 14, 0, 1, 2]]
     """
     with checking("kernel_block_tables") as problems:
         gathered = tables.tables if gathered is None else tuple(gathered)

@@ -12,11 +12,20 @@ from jattn.blocks.tables.context import ContextParallel
 def local_positions(
     positions: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's number on this rank, int32, and whether the rank owns it, bool.
+    """Return each token's position on this rank, and whether the rank owns the token.
 
     Args:
       positions: int32 [...], positions in the sequence.
+      context: how tokens are dealt to ranks.
       rank: int32 [] or None: overrides `context.rank`.
+
+    Returns: `local`, int32, and `owned`, bool, of the shape of `positions`. `local` is the position
+      on the rank that owns the token.
+
+    >>> context = ContextParallel(size=2, rank=1, interleave=2)
+    >>> local, owned = local_positions(jnp.arange(6), context)
+    >>> local.tolist(), owned.tolist()
+    ([0, 1, 0, 1, 2, 3], [False, False, True, True, False, False])
     """
     positions = jnp.asarray(positions, jnp.int32)
     if context.size == 1:
@@ -31,12 +40,15 @@ def local_positions(
 def local_lengths(
     seq_lens: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
 ) -> jax.Array:
-    """How many of a sequence's first `seq_lens` tokens are on a rank.
+    """Return how many of a sequence's first `seq_lens` tokens a rank keeps.
 
-    `(n // (I c)) * I + clip(n mod (I c) - k I, 0, I)`, for any interleave.
+    On rank k of c, with n tokens and any interleave I, this is
+
+        (n // (I c)) * I + clip(n mod (I c) - k I, 0, I).
 
     Args:
-      seq_lens: int32 [...].
+      seq_lens: int32 [...], tokens of each sequence.
+      context: how tokens are dealt to ranks.
       rank: int32 [] or None: overrides `context.rank`.
 
     Returns: int32, of the shape of `seq_lens`.

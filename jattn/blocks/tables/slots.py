@@ -5,7 +5,7 @@ row,
 
     slot = R[local // S] * S + local % S.
 
-Slots never see the kernel block: cutting blocks into n kernel blocks changes no slot.
+Slots do not depend on the kernel block: cutting blocks into n kernel blocks changes no slot.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jattn.checks import checking
 from jattn.integers import INT32_MAX
 
 PAD_SLOT_ID = -1
+"""The slot of a token that is not written: padding, or a token that another rank owns."""
 
 
 def compute_slot_mapping(
@@ -32,21 +33,26 @@ def compute_slot_mapping(
     *,
     rank: int | jax.Array | None = None,
 ) -> jax.Array:
-    """The slot of every token of a step, in every group.
+    """Return the slot of every token of a step, in every group.
 
     Args:
       tables: the tables of the sequences.
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1) for a dummy.
       query_start_loc: int32 [B + 1]: the tokens of sequence i are
         `query_start_loc[i] .. query_start_loc[i + 1] - 1`. Padded sequences repeat the last.
-      positions: int32 [T], each token's position in its sequence; T may exceed the tokens.
+      positions: int32 [T], each token's position in its sequence; T may include padding.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
 
     Returns: int32 [G, T]. `PAD_SLOT_ID` (-1) for tokens past the last sequence, tokens of dummy
       sequences, positions that another rank owns, positions below 0 or past the row's blocks,
-      groups without slots, and slots that int32 cannot hold: `update_kv_cache` writes none of
-      them. (`check_slot_range` refuses caches where the last could happen.)
+      groups without slots, and slots that int32 cannot hold (`check_slot_range` refuses caches
+      that have such slots). `update_kv_cache` writes none of these tokens.
     Raises: `ValueError` for wrong dtypes or shapes.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=3)], max_num_seqs=2)
+    >>> tables, _ = append_block_ids(tables, [0, 1], [[[5, 2], [1, 0]]], [[2, 1]])
+    >>> compute_slot_mapping(tables, [1, 0], [0, 1, 2], positions=[9, 20, 0]).tolist()
+    [[25, 36, -1]]
     """
     with checking("compute_slot_mapping") as problems:
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
@@ -71,7 +77,7 @@ def _slots(
     num_tokens, num_seqs = positions.shape[0], rows.shape[0]
     if num_seqs == 0:
         return jnp.full((len(tables.groups), num_tokens), PAD_SLOT_ID, jnp.int32)
-    # The sequence of a token is how many sequences ended at or before it: a count, summed up.
+    # The index of a token's sequence is the number of sequences that end at or before the token.
     ends = jnp.clip(starts[1:], 0, num_tokens)
     ended = jnp.zeros((num_tokens,), jnp.int32).at[ends].add(1, mode="drop")
     sequence = jnp.cumsum(ended)
@@ -80,7 +86,7 @@ def _slots(
     sequence = jnp.minimum(sequence, num_seqs - 1)
     named = inside_or_end(rows, tables.max_num_seqs)
     held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
-    row = jnp.minimum(named, tables.max_num_seqs - 1)  # a dummy holds no block of it
+    row = jnp.minimum(named, tables.max_num_seqs - 1)  # `held` is 0 for a dummy
     row = row.at[sequence].get(mode="promise_in_bounds")
     mappings = []
     for g, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):

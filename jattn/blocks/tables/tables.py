@@ -1,11 +1,12 @@
 """Block tables as values: a function takes one and returns one, under jit, with static shapes.
 
-A sequence has, in each KV cache group `g`, a list of block ids. `BlockTables` keeps the lists of
-up to R sequences as the rows of one int32 table per group, `tables[g]` [R, W_g], with
-`num_blocks[g, r]` entries of row r valid. Entries past them are stale and never read.
+A sequence has a list of block ids in each KV cache group `g`. `BlockTables` keeps the lists of up
+to R sequences as the rows of one int32 table per group, `tables[g]` [R, W_g]. The first
+`num_blocks[g, r]` entries of row r are valid; the others are stale and never read.
 
-Ids are those of the manager that hands out blocks. What a kernel reads is a view of them
-(`jattn.blocks.tables.expansion`), and slots do not depend on it (`jattn.blocks.tables.slots`).
+The ids are those of the manager that hands out blocks. Kernels read a view of them
+(`jattn.blocks.tables.expansion`), and slots do not depend on that view
+(`jattn.blocks.tables.slots`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ class BlockGroup:
     Attributes:
       block_size: S, tokens in a block of the manager.
       max_blocks: W, blocks a row has room for.
-      kernel_block_size: tokens a kernel reads at a time; divides `block_size`. None: the block.
+      kernel_block_size: tokens a kernel reads at a time; divides `block_size`. None: `block_size`.
       context: how tokens are dealt to context-parallel ranks.
       has_slots: False for groups whose tokens have no slots (recurrent states).
       sliding_window_reach: how many tokens before a query may still be read: the window less one,
-        plus what speculative decoding may roll back. None: all of them.
+        plus the tokens that speculative decoding may roll back. None: all of them.
+
+    Raises: `ValueError` for a size below 1, a negative reach, a `context` that is not a
+      `ContextParallel`, or a `kernel_block_size` that does not divide `block_size`.
+
+    >>> group = BlockGroup(block_size=528, max_blocks=4, kernel_block_size=16)
+    >>> group.blocks_per_kv_block, group.blocks_for(600)
+    (33, 2)
     """
 
     block_size: int
@@ -85,18 +93,22 @@ class BlockGroup:
 @pytrees.register(BlockGroup, ContextParallel)
 @dataclasses.dataclass(frozen=True)
 class BlockTables:
-    """The block tables of up to R sequences in G groups, a pytree.
+    """The block tables of up to R sequences in G groups, a pytree. `init_block_tables` makes one.
 
     Attributes:
       tables: arrays int32 [R, W_g], one per group.
       num_blocks: array int32 [G, R], the valid entries of each row.
       groups: static, one `BlockGroup` per group.
       stores_kernel_blocks: static. False: rows hold the manager's ids and `num_blocks` counts
-        them. True: each id was expanded when it was appended and both are in kernel blocks, with
-        rows `blocks_per_kv_block` times as wide, as vLLM 0.23 stores them.
+        them. True: ids are expanded when they are appended, so both are in kernel blocks and rows
+        are `blocks_per_kv_block` times as wide, as in vLLM 0.23.
 
-    Raises `ValueError` if shapes or dtypes do not fit the groups. Build one with
-    `init_block_tables`.
+    Raises: `ValueError` if shapes or dtypes do not fit the groups.
+
+    >>> group = BlockGroup(block_size=528, max_blocks=4, kernel_block_size=16)
+    >>> tables = init_block_tables([group], max_num_seqs=2, stores_kernel_blocks=True)
+    >>> tables.max_num_seqs, tables.row_width(0), tables.entry_size(0)
+    (2, 132, 16)
     """
 
     tables: tuple[jax.Array, ...]
@@ -149,15 +161,16 @@ class BlockTables:
 def init_block_tables(
     groups: Sequence[BlockGroup], max_num_seqs: int, *, stores_kernel_blocks: bool = False
 ) -> BlockTables:
-    """Empty tables for `max_num_seqs` sequences.
+    """Make empty tables for `max_num_seqs` sequences.
 
     Args:
-      groups: the facts of each KV cache group.
+      groups: one `BlockGroup` per KV cache group.
       max_num_seqs: R, rows per table.
-      stores_kernel_blocks: keep kernel blocks instead of the manager's, as vLLM 0.23 does.
+      stores_kernel_blocks: store kernel blocks instead of the manager's, as vLLM 0.23 does.
 
     Returns: `BlockTables` filled with zeros.
-    Raises: `ValueError` for no groups, or fewer than one sequence.
+    Raises: `ValueError` if `groups` is empty or holds anything but `BlockGroup`, or if
+      `max_num_seqs` is below 1.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
     >>> tables.tables[0].shape
@@ -185,18 +198,25 @@ def init_block_tables(
 
 
 def move_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTables:
-    """Give the rows `source` to the sequences `target` and clear `source`.
+    """Move the rows `source` to the rows `target` and clear `source`.
+
+    Clearing matters: a row that kept the blocks it gave away would let a padded batch write into
+    them (vLLM 0.23 leaves `source` as it was).
 
     Args:
+      tables: the tables.
       source, target: int32 [] or [m]. All rows are read before any is written, so a batch of
-        moves may shift rows along. Sources must differ, and targets. A pair with a row outside
-        0..R-1 does nothing, and a row moved onto itself stays.
+        moves may shift rows along. Sources must differ, and so must targets. A pair with a row
+        outside 0..R-1 does nothing, and a row moved onto itself stays.
 
-    A row that keeps its blocks after they were given away would let a padded batch write into
-    them, hence the clearing (vLLM 0.23 leaves `source` as it was).
-
+    Returns: the tables.
     Raises: `ValueError` for wrong dtypes or shapes, and for concrete rows named twice. Under jit, a
-      pair that names a source or a target again does nothing, so that no block is lost.
+      pair that repeats a source or a target does nothing, so that no block is lost.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
+    >>> tables, _ = append_block_ids(tables, 2, [[5, 6]], [2])
+    >>> move_row(tables, 2, 0).num_blocks.tolist()
+    [[2, 0, 0]]
     """
     source, target = _row_pairs("move_row", tables, source=source, target=target)
     clash = _same(source, source) | _same(target, target)
@@ -205,16 +225,23 @@ def move_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTa
 
 
 def copy_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTables:
-    """Give the sequences `target` the blocks of the rows `source` as well: a fork.
+    """Copy the rows `source` to the rows `target`, which then share their blocks: a fork.
 
-    Each block then has one more holder (`BlockPool.share`); `copy_blocks` makes a private copy of
-    the last one before either sequence writes to it.
+    Each block then has one more holder (`BlockPool.share`). Before either sequence writes to the
+    last block, make a private copy of it with `copy_blocks`.
 
     Args:
+      tables: the tables.
       source, target: int32 [] or [m]. All rows are read before any is written. Targets must differ.
         A pair with a row outside 0..R-1 does nothing.
 
-    Raises: `ValueError` as `move_row`; a source may be named again.
+    Returns: the tables.
+    Raises: `ValueError` as `move_row`, but a source may be repeated.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
+    >>> tables, _ = append_block_ids(tables, 2, [[5, 6]], [2])
+    >>> copy_row(tables, 2, 0).tables[0].tolist()
+    [[5, 6, 0, 0], [0, 0, 0, 0], [5, 6, 0, 0]]
     """
     source, target = _row_pairs("copy_row", tables, source=source, target=target)
     clash = _same(target, target)
@@ -223,11 +250,19 @@ def copy_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTa
 
 
 def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
-    """Exchange the rows `a` and `b`, int32 [] or [m], all different.
+    """Swap the rows `a` and `b`.
 
-    A pair with a row outside 0..R-1 does nothing.
+    Args:
+      tables: the tables.
+      a, b: int32 [] or [m], all different. A pair with a row outside 0..R-1 does nothing.
 
-    Raises: `ValueError` as `move_row`, for rows named twice in `a` and `b`.
+    Returns: the tables.
+    Raises: `ValueError` as `move_row`, for rows named twice in `a` and `b` together.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
+    >>> tables, _ = append_block_ids(tables, [0, 2], [[[7, 0], [5, 6]]], [[1, 2]])
+    >>> swap_rows(tables, 0, 2).num_blocks.tolist()
+    [[2, 0, 1]]
     """
     a, b = _row_pairs("swap_rows", tables, a=a, b=b)
     clash = _same(a, a) | _same(b, b) | _same(a, b) | _same(b, a)
@@ -237,14 +272,19 @@ def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
 
 
 def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> BlockTables:
-    """Keep only the blocks of the first `num_tokens` tokens of rows: a rollback.
+    """Keep only the blocks of the first `num_tokens` tokens of each row: a rollback.
+
+    Also free the blocks that the row no longer names (`BlockPool.free`).
 
     Args:
+      tables: the tables.
       rows: int32 [] or [m]. Rows outside 0..R-1 are ignored.
-      num_tokens: int32 of the same shape, tokens of the whole sequence that remain. A row that has
-        no more blocks than they need stays. Groups without slots (recurrent states) stay as well.
+      num_tokens: int32 of the same shape, the tokens of the whole sequence that remain. A row with
+        no more blocks than they need is unchanged, and so are groups without slots (recurrent
+        states).
 
-    Free the blocks that are no longer named in the pool, too (`BlockPool.free`).
+    Returns: the tables.
+    Raises: `ValueError` for wrong dtypes or shapes.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
     >>> tables = dataclasses.replace(tables, num_blocks=jnp.asarray([[3, 4]], jnp.int32))
@@ -260,7 +300,20 @@ def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> B
 
 
 def clear_row(tables: BlockTables, rows: Integers) -> BlockTables:
-    """Empty the rows `rows`, int32 [] or [m]. Rows outside 0..R-1 are ignored."""
+    """Empty rows, as when their sequences finish. Free their blocks with `BlockPool.free`.
+
+    Args:
+      tables: the tables.
+      rows: int32 [] or [m]. Rows outside 0..R-1 are ignored.
+
+    Returns: the tables.
+    Raises: `ValueError` for a wrong dtype or shape.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
+    >>> tables, _ = append_block_ids(tables, 0, [[5, 6]], [2])
+    >>> clear_row(tables, [0, -1]).num_blocks.tolist()
+    [[0, 0]]
+    """
     with checking("clear_row") as problems:
         rows = as_int32(problems, "rows", rows, ranks=(0, 1))
     rows = inside_or_end(jnp.atleast_1d(rows), tables.max_num_seqs)
@@ -275,7 +328,7 @@ def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> Bl
     for g, group in enumerate(tables.groups):
         if group.has_slots:
             blocks = ceil_div(local_lengths(tokens, group.context, rank=0), tables.entry_size(g))
-            if tables.stores_kernel_blocks:  # a block is kept or given back whole
+            if tables.stores_kernel_blocks:  # keep or free whole blocks of the manager
                 per_block = group.blocks_per_kv_block
                 blocks = round_up(blocks, per_block)
             held = held.at[g, rows].min(blocks, mode="drop")
@@ -286,7 +339,7 @@ def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> Bl
 def _move(
     tables: BlockTables, read: jax.Array, cleared: jax.Array, written: jax.Array
 ) -> BlockTables:
-    """Read rows, clear rows, write the rows read; a row R means none."""
+    """Read rows, clear rows, then write the rows that were read; row R means none."""
     end = tables.max_num_seqs
     rewritten = jnp.any(cleared[:, None] == written[None, :], axis=1)
     targets = jnp.concatenate([jnp.where(rewritten, end, cleared), written])
@@ -304,7 +357,7 @@ def _move(
 
 
 def _row_pairs(where: str, tables: BlockTables, **pair: Integers) -> tuple[jax.Array, jax.Array]:
-    """Two arguments as int32 [m] arrays of rows.
+    """Return two arguments as int32 [m] arrays of rows.
 
     Pairs with a row outside the table become pairs of R, which read and write nothing.
     """
@@ -329,7 +382,7 @@ def _same(first: jax.Array, second: jax.Array) -> jax.Array:
 def _drop_clashes(
     where: str, tables: BlockTables, first: jax.Array, second: jax.Array, clash: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Turn pairs that clash with an earlier one into pairs of R; raises where rows are concrete."""
+    """Turn pairs that clash with an earlier one into pairs of R, or raise if rows are concrete."""
     end = tables.max_num_seqs
     named = (first < end) & (second < end)
     again = jnp.any(jnp.tril(clash, -1) & named[None, :], axis=1) & named
