@@ -43,7 +43,7 @@ class Limits:
       context_parallel: c, ranks that the tokens of a sequence are dealt to.
       interleave: I, tokens a rank takes in one turn.
 
-    Raises: `ValueError` for a field below 1, or a negative `max_encoder_len`.
+    Raises: `ValueError` for a negative `max_encoder_len`, or another field below 1.
 
     >>> limits = Limits(max_model_len=8192, max_num_batched_tokens=2048, context_parallel=2)
     >>> limits.local_blocks(100, block_size=16)

@@ -14,11 +14,11 @@ A plan is a value that knows its padding, the ids that find a state, and the pre
 cost is the memory that a sequence holds beyond its need, as a share of that need,
 
     cost = mean over the given lengths of  held(length) / ideal(length) - 1,
-    ideal = A length t + M s n S,
+    ideal = A length t + M s k S,
     held  = A ceil(length / b) b t + the bytes of the states as the plan stores them,
 
-with A attention layers, M recurrent layers, s states per sequence and layer, and n = 1. With prefix
-caching n = 1 + length // P: the current state, and one every P tokens to resume from.
+with A attention layers, M recurrent layers, s states per sequence and layer, and k = 1. With prefix
+caching k = 1 + length // P: the current state, and one every P tokens to resume from.
 
 Pages of formats with scales hold states only in their words, w <= t bytes per token.
 """

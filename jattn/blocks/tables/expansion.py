@@ -78,7 +78,7 @@ def kernel_block_tables(
       strides: per group, `stride` of `expand_block_ids`. None: dense.
 
     Returns: per group int32 [B, W_g * n_g]; tables that store kernel blocks come back unchanged.
-    Raises: `ValueError` if `gathered` or `strides` has not one entry per group, or as
+    Raises: `ValueError` if `gathered` or `strides` does not have one entry per group, or as
       `expand_block_ids`.
 
     >>> group = BlockGroup(block_size=48, max_blocks=2, kernel_block_size=16)
