@@ -36,11 +36,9 @@ class CacheChoice:
 
     >>> lfm2 = HybridModel(attention_layers=6, state_layers=10, bytes_per_token=2048,
     ...                    state_bytes=8192)
-    >>> print(plan_hybrid_cache(lfm2, {"flash": [MultipleOf(16)]}))  # doctest: +ELLIPSIS
-    plan              block  kernel  states:pages  padding  % of page  ids/state  cost
-    two pools *       16     16      slots         0 B      0.0        1          0.0 %
-    several per page  16     16      4:1           0 B      0.0        1          0.2 %
-    ...
+    >>> choice = plan_hybrid_cache(lfm2, {"flash": [MultipleOf(16)]}, one_pool=True)
+    >>> [plan.name for plan in choice.considered]
+    ['several per page', 'several over several', 'over pages', 'one per page']
     """
 
     plan: CachePlan
