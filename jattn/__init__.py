@@ -1,7 +1,7 @@
-"""Paged attention for serving language models with JAX: one function, one meaning everywhere.
+"""Paged attention for serving language models with JAX, with one meaning on every machine.
 
-`jattn.paged_attention` attends to a paged KV cache, `jattn.update_kv_cache` writes to it,
-`jattn.init_kv_cache` makes one. Importing jattn starts no backend.
+`jattn.init_kv_cache` creates a paged KV cache, `jattn.update_kv_cache` writes to it, and
+`jattn.paged_attention` attends to it. Importing jattn starts no backend.
 """
 
 import importlib
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 
-# Public modules that are imported when they are first used: `nnx` needs flax.
+# Public modules that are imported on first use: `nnx` needs flax.
 _MODULES = ("integrations", "nnx", "sharding", "testing")
 
-if not typing.TYPE_CHECKING:  # a type checker would take every name for one of them
+if not typing.TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """A public module, imported now."""
+        """Import a public module on first use."""
         if name not in _MODULES:
             raise AttributeError(f"module 'jattn' has no attribute {name!r}")
         try:
@@ -64,5 +64,5 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
 
 
 def __dir__() -> list[str]:
-    """The public names, without the modules that they come from."""
+    """List the public names, without the modules that define them."""
     return [*__all__, *_MODULES, "__version__"]

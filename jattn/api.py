@@ -1,4 +1,4 @@
-"""The public function: one signature and one meaning on every machine."""
+"""`paged_attention`, with one signature and one meaning on every machine, and `explain`."""
 
 from __future__ import annotations
 
@@ -78,75 +78,76 @@ def paged_attention(
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Out | OutAndLse:
-    r"""Attention of query tokens over a paged KV cache: prefill, decode and mixtures in one call.
+    r"""Compute attention over a paged KV cache: prefill, decode or a mixture of both in one call.
 
-    Query token i of sequence b (of its n) sits at position `p = seq_lens[b] - n + i`. Over the keys
-    j that it sees (`jattn.spec`), with softmax in float32 and the natural logarithm,
+    Query token i of a sequence b with n query tokens sits at position `p = seq_lens[b] - n + i`.
+    With j over the keys that it sees (`jattn.spec`), softmax in float32 and the natural logarithm,
 
         s_j = cap * tanh(scale * k_scale * (q . k_j) / cap) + slope * (j - p) + bias[j - p]
         lse = log(sum_j exp(s_j) + exp(sink))
         out = sum_j exp(s_j - lse) * v_scale * v_j
 
-    A row that sees nothing returns zeros and `lse = -inf` (with a sink: zeros and `lse = sink`).
+    A row that sees no key returns zeros and `lse = -inf` (with a sink: zeros and `lse = sink`).
     Slots no sequence owns, table entries past `ceil(seq_len / S)` and padded rows may hold
-    anything. A sequence with more keys than its table has room for, or with an id outside the pool
-    where its queries see keys, returns NaN in all its rows; starts that do not begin at 0, decrease
-    or pass T make all rows NaN (`AttentionMetadata.check` finds these on the host).
+    anything. A sequence returns NaN in all its rows if it has more keys than its table row has room
+    for, or a block id outside the pool where its queries see keys. All rows are NaN if
+    `query_start_loc` does not begin at 0, decreases or exceeds T. `AttentionMetadata.check` finds
+    such errors on the host.
 
     Axes: T query tokens, B sequences, H query heads, K KV heads (H a multiple of K), D head size of
     queries and keys, V of values, N blocks of S tokens, M table width.
 
     Args:
-      query: [T, H, D] float32, bfloat16 or float16; all sequences' tokens one after another.
-      key_cache, value_cache: `KVArray`s, of one format or two, or float arrays (fp8 too): HND
-        [N, K, S, D] and [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V]. A value cache of None,
-        with `value_dim`: the first V numbers of every key are its value (MLA: D 576, V 512), read
-        once. Or a `KVRows`, one array of keys and values, and None.
+      query: [T, H, D] float32, bfloat16 or float16; the tokens of all sequences, concatenated.
+      key_cache, value_cache: two `KVArray`s, whose formats may differ, or two float arrays (fp8
+        included), HND [N, K, S, D] and [N, K, S, V] or NHD [N, S, K, D] and [N, S, K, V]. With
+        `value_cache` None and `value_dim` given, the first V numbers of every key are its value
+        (MLA: D 576, V 512), read once. Or a `KVRows`, one array of keys and values, and None.
       block_tables: int32 [B, M]; row b names sequence b's blocks in order.
-      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 or less for an empty one.
-      query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
-        token per sequence, T == B. Tokens past `start[B]` are padding and return zeros.
+      seq_lens: int32 [B]; keys of each sequence, including this step's; 0 or less if it is empty.
+      query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None for
+        one token per sequence (T == B). Tokens past `start[B]` are padding and return zeros.
       max_query_len: static upper bound on a sequence's query tokens; None for T. A sequence that
-        breaks it returns NaN.
+        exceeds it returns NaN.
       scale: number or 0-d array; None for `D ** -0.5`.
       is_causal: bool, or bool [B].
-      sliding_window: keys a query sees, its own included (not causal: |p - j| < window); an integer
-        or a 0-d int32. 2**31 - 1 is no window.
+      sliding_window: how many keys a query sees, including its own (not causal: |p - j| < window);
+        an integer or a 0-d int32. 2**31 - 1 means no window.
       logits_soft_cap: number or 0-d array; None for no cap.
-      sinks: [H] float, or [T, H]; a logit per head (and token) that joins the denominator only.
+      sinks: [H] or [T, H] float; a logit per head (and token), only added to the denominator.
       alibi_slopes: [H] float.
       relative_bias: [H, 2 E + 1] float; column `clip(j - p, -E, E) + E` is added to the logit.
-      attention_chunk_size: a query sees keys of its own chunk of that many positions only; an
+      attention_chunk_size: a query sees only the keys of its own chunk of this many positions; an
         integer or a 0-d int32.
-      visible_end: int32 [T]; a causal query also sees keys at positions below it: images, prefixes
-        and drafts that see themselves both ways. 0 for none.
-      tree_mask: which of its sequence's own query tokens a query sees, among those before it, in
-        speculative decoding: bool [T, Q], or uint32 [T, W] with token j in bit j % 32 of word
-        j // 32. It sees itself whatever its bit. Tokens sit at their depth in the tree. Own tokens
-        past the mask's Q, or 32 W, are a plain chain: rows of ones are for sequences without trees.
-      selected_blocks: int32 [B, M']; which blocks of a sequence, as columns of its table, its
-        queries attend to: in any order, entries that name none or one again are passed over (-1).
+      visible_end: int32 [T]; a causal query also sees keys at positions below it, for images,
+        prefixes and draft tokens with bidirectional attention. 0 for none.
+      tree_mask: for speculative decoding with trees: which earlier query tokens of its sequence a
+        query token sees, as bool [T, Q], or uint32 [T, W] with token j in bit j % 32 of word
+        j // 32. A token always sees itself. Its position is given by its depth in the tree. Query
+        tokens past the mask's Q, or 32 W, form a plain chain. Use ones for sequences without trees.
+      selected_blocks: int32 [B, M']; the blocks that a sequence's queries attend to, as columns of
+        its table in any order. Columns out of range (such as -1) and duplicates are ignored.
         Positions stay true positions.
-      value_dim: V where `value_cache` is None, else None.
-      k_scale, v_scale: what a stored value is multiplied by: number, [] or [K]; None for the
-        cache's own, or 1.
-      kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
+      value_dim: V if `value_cache` is None and `key_cache` is no `KVRows`, else None.
+      k_scale, v_scale: what a stored value is multiplied by: a number, [] or [K]; None for the
+        cache's own scale, or 1.
+      kv_layout: "HND" or "NHD"; None for the caches' own layout, HND for plain arrays.
       out_dtype: None for the query's.
       return_lse: whether to return the lse too.
-      implementation: None for the first that can run the call, without kernels that might hang on
+      implementation: None for the first that can run the call, except kernels that might hang on
         hardware where they have not run; or "mosaic_gpu", "triton", "native", "xla", "reference",
         or a sequence of them in order of preference. See `jattn.explain`.
 
     Returns:
       out [T, H, V]; with `return_lse` also lse [T, H] float32. Sums over values are normalized at
-      their end: the largest |v| times the keys a query sees must stay below 3.4e38.
+      the end, so the largest |v| times the number of keys a query sees must stay below 3.4e38.
 
     Raises:
-      ValueError: arguments that do not fit, before any work, with every mismatch.
-      UnsupportedError: no wanted implementation can run the call, with every reason.
+      ValueError: arguments do not fit; raised before any work, and lists every mismatch.
+      UnsupportedError: no requested implementation can run the call; lists every reason.
 
     Shapes, dtypes, the layout, which options are present, a bool `is_causal`, `max_query_len` and
-    `implementation` are static; every number is dynamic, and a new one never compiles anything.
+    `implementation` are static. Every number is dynamic: a new value never compiles anything.
 
     Example:
       >>> import jax.numpy as jnp, jattn
@@ -173,10 +174,10 @@ def paged_attention(
     try:
         out, lse = _run(chosen.row.implementation, call, calls.take_operands(call, arguments))
     except TypeError as error:
-        if "forward-mode" not in str(error):  # of a function with a rule for reverse mode only
+        if "forward-mode" not in str(error):  # from functions with a rule for reverse mode only
             raise
         raise capability.UnsupportedError(
-            "paged_attention: jax.jvp is not supported: there are gradients in reverse mode only "
+            "paged_attention: jax.jvp is not supported: gradients exist only in reverse mode "
             "(jax.grad, jax.vjp)"
         ) from error
     return (out, lse) if return_lse else out
@@ -184,14 +185,21 @@ def paged_attention(
 
 @functools.partial(jax.jit, static_argnames=("name", "call"))
 def _run(name: str, call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """One compilation per implementation and call, shared by eager and jitted callers."""
+    """Run a call, compiled once per implementation and call for eager and jitted callers alike."""
     with jax.named_scope(f"jattn.{name}"):
         return implementations.BY_NAME[name].run(call, calls.guarded(operands))
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Why an implementation would or would not be taken. Print it."""
+    """Which implementation a call would use, and why not the others. Print it.
+
+    Attributes:
+      call: the static description of the call.
+      taken: the implementation it would use, or None if no candidate can run it.
+      refusals: why each candidate is not taken; () for one that could run the call.
+      notes: hints for this call.
+    """
 
     call: calls.Call
     taken: str | None
@@ -218,11 +226,14 @@ def explain(
     return_lse: bool = False,
     **options: Unpack[calls.CallOptions[calls.ArrayOrStruct]],
 ) -> Explanation:
-    """Say which implementation a call would take, and why not the others. Runs nothing.
+    """Report which implementation a call would use, and why not the others. Runs nothing.
 
     Args:
-      query, key_cache, value_cache, return_lse, **options: what `paged_attention` would be given,
-        `implementation` included; arrays may be `jax.ShapeDtypeStruct`s.
+      query, key_cache, value_cache, return_lse, **options: the arguments of `paged_attention`,
+        including `implementation`; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      An `Explanation`, one line per implementation when printed.
 
     Raises:
       ValueError, TypeError: as `paged_attention` would.
@@ -247,7 +258,7 @@ def explain(
     if narrow and taken == "xla":
         notes.append(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
-            "may convert a whole pool of narrow floats; nothing converts unsigned words"
+            "may convert a whole pool of narrow floats, but never its unsigned words"
         )
     if taken is not None and implementations.BY_NAME[taken].row.untried(call):
         notes.append(f"{taken}: not yet run on hardware")
@@ -255,5 +266,5 @@ def explain(
 
 
 def support_table() -> str:
-    """The table of docs/support.md: what each implementation takes, in Markdown."""
+    """Return the table of docs/support.md in Markdown: what each implementation takes."""
     return capability.table(implementations.ROWS)

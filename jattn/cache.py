@@ -1,4 +1,4 @@
-"""The paged KV cache: making one, and writing new tokens into it in place."""
+"""Create a paged KV cache, and write new tokens into it in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jattn.cpu.native import writing as native
 from jattn.cpu.xla import writing as xla
 from jattn.formats import base
 
-# Of `update_kv_cache`.
+# The implementations of `update_kv_cache`.
 IMPLEMENTATIONS = ("native", "xla")
 
 KeyCache = TypeVar("KeyCache", bound=formats.Cache)
@@ -28,7 +28,7 @@ class _Contents(TypedDict, total=False):
 
 
 class CacheOptions(_Contents, total=False):
-    """Keyword arguments of `init_kv_cache`, but for the layout."""
+    """Keyword arguments of `init_kv_cache`, except the layout."""
 
     values_in_keys: bool
 
@@ -37,7 +37,7 @@ class _PairOptions(_Contents, total=False):
     kv_layout: str
 
 
-# Unwritten slots are never read, so zeros are as good as anything.
+# Unwritten slots are never read, so they may as well be zeros.
 
 
 @overload
@@ -90,8 +90,8 @@ def init_kv_cache(
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty paged cache: a pair of `KVArray`s for keys and values.
 
-    On Linux CPUs arrays of 4 MiB and more are in huge pages, if the system lets programs ask for
-    them and the native library is there: decode walks the page table less often.
+    On Linux CPUs, arrays of 4 MiB or more use huge pages if the native library is present and the
+    system lets programs request them, so that decode walks the page table less often.
 
     Args:
       num_blocks: N, blocks in the pool.
@@ -99,19 +99,19 @@ def init_kv_cache(
       block_size: S, tokens per block.
       head_dim: D of the keys.
       value_dim: V of the values; None for D.
-      format: how numbers are stored, or a pair for keys and values: `jattn.Dense("bfloat16")` if
-        None. Where `format.takes_scale` the scale starts at 1 per tensor: set yours with
-        `cache.replace(scale=...)`, float32 of shape [] or [K] (`jattn.calibrate` finds one).
+      format: how numbers are stored, or a pair for keys and values; None for
+        `jattn.Dense("bfloat16")`. If `format.takes_scale`, one scale per cache starts at 1: set
+        yours with `cache.replace(scale=...)`, float32 of shape [] or [K] (see `jattn.calibrate`).
       kv_layout: "HND" [N, K, S, D] (fastest here) or "NHD" [N, S, K, D].
-      values_in_keys: no array of values: they are the leading part of the keys. To read them, pass
-        `value_dim=V` to `paged_attention` (MLA: head_dim 576, V 512).
+      values_in_keys: make no array of values, because they are the leading part of the keys. To
+        read them, pass `value_dim=V` to `paged_attention` (MLA: head_dim 576, V 512).
 
     Returns:
       `(key_cache, value_cache)`; `(key_cache, None)` with `values_in_keys`.
 
     Raises:
-      ValueError: a size below 1, 2^31 slots or more, an unknown format or layout, a head size that
-        the format cannot hold.
+      ValueError: a size is below 1, there are 2^31 slots or more, the format or layout is unknown,
+        or the format cannot hold a head size.
 
     Example:
       >>> import jattn
@@ -202,41 +202,41 @@ def update_kv_cache(
         cache[block, head, offset] = encode(key[t, head] / scale)
         slot_mapping[t] = block * S + offset
 
-    In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
-    copied or converted. (With "xla" on CPU, plain arrays of fp8, and with a JAX before 0.12 of
-    bfloat16, are copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above
-    writes nothing: padding. If two tokens of a call name the same slot, a CPU keeps one of them,
-    and which one is unspecified; a GPU may keep numbers of both (`AttentionMetadata.check` finds
-    it). Numbers are rounded to nearest even; what is narrower than 16 bits saturates at its largest
-    value. NaN stays NaN, or where a format has none turns what it shares a scale with into NaN
-    (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
+    If the caches are donated to the surrounding `jit`, they are written in place, and nothing of
+    the pool's size is copied or converted. (Exception: "xla" on CPU copies plain arrays of fp8, and
+    before JAX 0.12 of bfloat16, once and bit for bit; `KVArray`s are not copied.) A slot below 0,
+    or N * S and above, is padding and writes nothing. If two tokens of a call name the same slot, a
+    CPU keeps one of them, and which one is unspecified; a GPU may mix the numbers of both
+    (`AttentionMetadata.check` detects this). Numbers are rounded to nearest even; formats narrower
+    than 16 bits saturate at their largest value. NaN stays NaN. In formats without NaN
+    (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`) it makes all numbers that share its scale NaN.
 
     A scale per token and head is written with the token. A scale per block and head is set by the
     call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
-    the format's largest number, which leaves the tokens that follow room to be eight times as large
-    before they saturate and costs fp8, a float, no precision. Later calls keep it: no token that is
-    already stored ever changes what it reads as.
+    the format's largest number. This lets later tokens be eight times as large before they
+    saturate, and costs fp8, a float, no precision. Later calls keep the scale, so that the value of
+    a stored token never changes.
 
     Args:
-      key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD;
-        or a `KVRows` of both, and None.
+      key_cache, value_cache: two `KVArray`s, or two float arrays, HND [N, K, S, D] and [N, K, S, V]
+        or NHD; or a `KVRows` and None.
       key: [T, K, D] floats.
-      value: [T, K, V] floats; None where values are the first numbers of keys: a `value_cache` of
-        None, or a `KVRows` whose `value_start` is 0.
+      value: [T, K, V] floats; None if values are the first numbers of keys, which is so if
+        `value_cache` is None, and for a `KVRows` if its `value_start` is 0.
       slot_mapping: int32 [T].
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
       kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
-      implementation: "native", C++ on CPUs, or "xla", which runs everywhere; None for "native"
-        where it takes the call, but in a `shard_map` that leaves axes automatic. Both write the
-        same bits.
+      implementation: "native" (C++ on CPUs), or "xla", which runs everywhere; None for "native" if
+        it can run the call, except in a `shard_map` that leaves axes automatic. Both write the same
+        bits.
 
     Returns:
-      `(key_cache, value_cache)`, of the types that came in.
+      `(key_cache, value_cache)`, of the same types as the arguments.
 
     Raises:
-      ValueError: with every argument that does not fit, before anything is written.
-      UnsupportedError: the named implementation cannot write them, with every reason.
+      ValueError: arguments do not fit; raised before anything is written, and lists them all.
+      UnsupportedError: the named implementation cannot write these caches; lists every reason.
 
     Example:
       >>> import jax, jax.numpy as jnp, jattn
@@ -287,12 +287,12 @@ def update_kv_cache(
 
 
 def _over_scale(x: Any, scale: jax.Array | None) -> jax.Array:
-    """`x` [T, K, D] over scales [K] or None for 1."""
+    """Divide `x` [T, K, D] by scales [K]; None means 1."""
     return base.divided(jnp.asarray(x), None if scale is None else scale[None, :, None])
 
 
 def _join(new_rows: list[jax.Array], cache: formats.KVRows) -> jax.Array:
-    """Keys [T, K, D], and values [T, K, V] that are apart, as tokens of an array of both."""
+    """Join keys [T, K, D], and values [T, K, V] if given, into tokens of a `KVRows`."""
     dtype = new_rows[0].dtype if len({x.dtype for x in new_rows}) == 1 else jnp.dtype(jnp.float32)
     heads = (0, cache.num_rows - cache.num_kv_heads)
     ends = (cache.value_start, cache.row_width) if len(new_rows) == 2 else (cache.row_width,)
@@ -305,7 +305,7 @@ def _join(new_rows: list[jax.Array], cache: formats.KVRows) -> jax.Array:
 
 
 def _with(cache: Any, pool: formats.Quantized) -> Any:
-    """A cache with the words and scales of `pool`."""
+    """Return the cache with the words and scales of `pool`."""
     if isinstance(cache, formats.KVRows):
         return cache.replace(data=pool.words)
     if not isinstance(cache, formats.KVArray):
@@ -327,10 +327,10 @@ def check_update(
     kv_layout: str | None,
     implementation: object,
 ) -> caches.Caches:
-    """Check all arguments of `update_kv_cache` by shape and dtype; the facts of its caches.
+    """Check all arguments of `update_kv_cache` by shape and dtype; return facts about its caches.
 
     Raises:
-      ValueError: with every mismatch.
+      ValueError: arguments do not fit; lists every mismatch.
     """
     arguments: dict[str, object] = {"key_cache": key_cache, "value_cache": value_cache}
     arguments |= {"key": key, "value": value, "slot_mapping": slot_mapping}

@@ -1,4 +1,4 @@
-"""Scales for formats that take one from the caller: running maxima over the numbers written."""
+"""Calibrate the scales that some formats take from the caller, from running maxima of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Calibration:
 
     Attributes:
       key_max, value_max: float32 [K].
-      num_tokens: int32 [], tokens that were observed; a scale from a dozen says little.
+      num_tokens: int32 [], tokens observed; a dozen are too few for a good scale.
     """
 
     key_max: jax.Array
@@ -34,18 +34,18 @@ class Calibration:
         *,
         per_head: bool = True,
     ) -> tuple[jax.Array, jax.Array]:
-        """`(k_scale, v_scale)`: the largest number seen becomes the format's largest.
+        """Return `(k_scale, v_scale)`, which map the largest number seen to the format's largest.
 
         Args:
-          format: what the caches are stored in, or a pair for keys and values.
-          per_head: [K], or [] with one scale for all heads.
+          format: the format of the caches, or a pair for keys and values.
+          per_head: whether to return scales [K], or one scale [] for all heads.
 
         Returns:
-          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros,
-          or numbers too small to divide by.
+          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw only zeros, or only
+          numbers too small to divide by.
 
         Raises:
-          ValueError: a format whose scales are not set from outside.
+          ValueError: the format takes no scale from the caller.
         """
         pair = format if isinstance(format, tuple) else (format, format)
         with checks.checking("Calibration.scales") as problems:
@@ -70,25 +70,25 @@ def calibrate(
     slot_mapping: calls.Array,
     calibration: Calibration | None = None,
 ) -> Calibration:
-    """Take one step's keys and values into the running maxima that scales are made of.
+    """Add one step's keys and values to the running maxima that determine scales.
 
         max[head] = max(max[head], |x[t, head, :]|)   over tokens t with slot_mapping[t] >= 0
 
-    Padded rows, NaN and infinities are left out: none of them poisons a scale. The maxima never
-    shrink, and a scale changes what stored fp8 words mean: take `scales` before the first write, or
-    write the cache again.
+    Padded rows, NaN and infinities are ignored, so that none of them spoils a scale. The maxima
+    never shrink. A scale changes what stored words mean, so call `scales` before the first write,
+    or write the cache again.
 
     Args:
       key: [T, K, D] floats.
-      value: [T, K, V] floats; the key again where values are a part of it (MLA).
-      slot_mapping: int32 [T], as `update_kv_cache` takes it; a negative slot is padding.
-      calibration: what earlier steps gave, or None to begin.
+      value: [T, K, V] floats; pass the key again if values are a part of it (MLA).
+      slot_mapping: int32 [T], as in `update_kv_cache`; a negative slot is padding.
+      calibration: the result of the step before; None for the first.
 
     Returns:
-      A `Calibration`; its `scales(format)` are what the caches want.
+      A `Calibration`; its `scales(format)` are the scales for the caches.
 
     Raises:
-      ValueError: arguments that do not fit each other.
+      ValueError: arguments do not fit each other.
 
     Example:
       >>> import jax.numpy as jnp, jattn

@@ -80,31 +80,31 @@ def cascade_attention(
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jattn.paged_attention` where all sequences begin with the same blocks, which are read once.
+    """Compute `jattn.paged_attention` for sequences that share their first blocks, read once.
 
     The result is that of `paged_attention` with the same arguments, for sequences whose tables
-    name the same first `num_shared_blocks` blocks. With P = num_shared_blocks * S shared keys,
+    name the same first `num_shared_blocks` blocks:
 
         out, lse = merge(attend(all tokens, the shared blocks), attend(query, what follows them))
 
-    It pays where many sequences share many keys: the shared ones are read once instead of B times.
+    This pays off if many sequences share many keys, which are then read once instead of B times.
     Differentiable where `paged_attention` is.
 
     Args:
-      num_shared_blocks: how many blocks, from the first on, are the same in all sequences that are
-        not empty: an integer or a 0-d integer array, which recompiles nothing. 0 shares nothing.
-      query, key_cache, value_cache, block_tables, seq_lens and the others: as `paged_attention`
-        takes them, shared keys included in `seq_lens`. Options that depend on where keys are
-        (windows, ALiBi, masks) are not taken: a prefix is a different distance from every sequence.
-      implementation: as `paged_attention`, but not "mosaic_gpu": partial results are merged in
-        float32, which it does not write.
+      num_shared_blocks: how many leading blocks are the same in all sequences that are not empty:
+        an integer or a 0-d integer array. A new value compiles nothing. 0 shares nothing.
+      query, key_cache, value_cache, block_tables, seq_lens and the others: as in `paged_attention`;
+        `seq_lens` include shared keys. Options that depend on where keys are (windows, ALiBi,
+        masks) are not accepted: a prefix is at a different distance from every sequence.
+      implementation: as in `paged_attention`, except "mosaic_gpu", which cannot write the float32
+        results that are merged.
 
     Returns:
-      As `paged_attention`. If a query token is in the shared blocks, its whole sequence is NaN;
-      if an array gives a number of shared blocks out of range, every sequence is.
+      As `paged_attention`. If a query token is in the shared blocks, its whole sequence is NaN. If
+      `num_shared_blocks` is an array whose value is out of range, all sequences are.
 
     Raises:
-      ValueError: arguments that do not fit, as `paged_attention`; a number of shared blocks below 0
+      ValueError: arguments do not fit, as in `paged_attention`, or `num_shared_blocks` is below 0
         or above the width of `block_tables`.
       UnsupportedError: as `paged_attention`.
 
@@ -166,7 +166,7 @@ def cascade_attention(
 
 
 def _check_shared(num_shared_blocks: object, width: int) -> None:
-    """Raise `ValueError` unless it is a number of blocks that a table [B, M = width] has."""
+    """Raise `ValueError` unless a table of this width has so many blocks."""
     with checks.checking("cascade_attention") as problems:
         problems.expect(
             integers.is_int(num_shared_blocks, 0) and int(num_shared_blocks) <= width
@@ -180,17 +180,17 @@ def _check_shared(num_shared_blocks: object, width: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """A batch whose sequences share their first blocks: arrays, but for `block_size`."""
+    """A batch whose sequences share their first blocks, as arrays and two static sizes."""
 
     block_tables: jax.Array  # int32 [B, M]
     seq_lens: jax.Array  # int32 [B]
     query_lens: jax.Array  # int32 [B]
     num_tokens: jax.Array  # int32 []: T without padding
-    sequence: jax.Array  # int32 [T]: whose token it is; B or more for padding
-    shared: jax.Array  # int32 []: blocks, from 0 to M
-    out_of_range: jax.Array  # bool []: another number of blocks was promised
+    sequence: jax.Array  # int32 [T]: each token's sequence; B or more for padding
+    shared: jax.Array  # int32 []: how many blocks, from 0 to M
+    out_of_range: jax.Array  # bool []: whether `num_shared_blocks` was not within 0 to M
     block_size: int  # S
-    capacity: int  # keys that a row of a table has room for
+    capacity: int  # keys that a table row has room for
 
     @classmethod
     def of(
@@ -202,9 +202,9 @@ class _Batch:
         query_start_loc: calls.Array | None,
     ) -> _Batch:
         """The batch of a checked call."""
-        # Out of range only the device may see: the promise is then broken for every sequence.
+        # Only the device may see that it is out of range, which breaks every sequence's promise.
         promised = jnp.asarray(num_shared_blocks)
-        if promised.dtype.itemsize < 4:  # the width may not fit into fewer bits
+        if promised.dtype.itemsize < 4:  # fewer bits may not hold the width
             promised = promised.astype(jnp.int32)
         shared = jnp.clip(promised, 0, call.table_width).astype(jnp.int32)
         out_of_range = (promised < 0) | (promised > call.table_width)
@@ -234,7 +234,7 @@ class _Batch:
         return jnp.take(self.block_tables, columns, axis=1, mode="clip")
 
     def as_one_sequence(self) -> arguments.Batch[calls.Array]:
-        """All query tokens as those of one sequence, whose keys are the shared ones."""
+        """Describe one sequence with all query tokens, whose keys are the shared ones."""
         # The first sequence that is not empty names the shared blocks.
         owner = jnp.argmax(self.seq_lens > 0)
         last = self.num_tokens
@@ -245,12 +245,12 @@ class _Batch:
         }
 
     def broken_promises(self) -> jax.Array:
-        """bool [B]: a query token in the shared blocks, keys past the table; all, out of range."""
+        """bool [B]: not empty, and a query is in the shared blocks or a number is out of range."""
         too_short = self.keys_after() < self.query_lens
-        # `tables_after` is as wide as the whole table, so no call of its own sees this.
+        # `tables_after` is as wide as the whole table, so `paged_attention` cannot detect this.
         too_long = self.seq_lens > self.capacity
         return (self.seq_lens > 0) & (too_short | too_long | self.out_of_range)
 
     def of_tokens(self, x: jax.Array) -> jax.Array:
-        """[T, 1] of what is [B]: its sequence's for every token, 0 for padding."""
+        """Give every token its sequence's value, [T, 1] from [B]; 0 for padding."""
         return x.at[self.sequence].get(mode="fill", fill_value=0)[:, None]

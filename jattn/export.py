@@ -1,4 +1,4 @@
-"""Saved programs that hold jattn's kernels: by `jax.export`, or compiled ahead of time."""
+"""Support for saved programs with jattn's kernels: `jax.export`, or compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jattn.pallas.triton import packed
 
 
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
-    """The checks to disable in `jax.export` so that it saves a function with jattn's kernels.
+    """Return the checks to disable in `jax.export` to save a function with jattn's kernels.
 
-    JAX refuses to save custom calls whose names it does not know to be stable: those of the native
-    CPU kernel and of Triton's. jattn's calls are stable only within one version: a saved
-    function is read by the version that wrote it. One with Triton's kernels holds code for the kind
-    of GPU that it was saved for. A call takes the kernels of the machine that saves it: to save for
-    other `platforms`, name `implementation="xla"` in reads and writes.
-    With `implementation="xla"` none of this is needed, and JAX's own guarantees hold. Functions
-    over several devices are saved where they use `jattn.sharding` or `jax.shard_map`.
+    JAX refuses to save custom calls that it does not know to be stable, such as those of the native
+    CPU kernel and the Triton kernels. jattn's calls are stable only within one version: load a
+    function with the version that saved it. A function with Triton kernels contains code for the
+    kind of GPU it was saved for. A call uses the kernels of the machine that saves it: to save for
+    other `platforms`, pass `implementation="xla"` to reads and writes. With `implementation="xla"`
+    no check needs disabling, and JAX's own guarantees hold. Functions over several devices can be
+    saved if they use `jattn.sharding` or `jax.shard_map`.
 
     Returns:
       A tuple for `disabled_checks`.
@@ -38,15 +38,15 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
 
 
 def load_native() -> None:
-    """Load the native CPU kernel and make its calls known to XLA in this process.
+    """Load the native CPU kernel and register its calls with XLA in this process.
 
-    For processes that run saved programs (`jax.export.deserialize`, or
-    `jax.experimental.serialize_executable`) and call no function of jattn first. Without it XLA
-    says that no handler is registered for `jattn_native_attend`. Every other function of jattn
-    loads the kernel automatically. Starts no backend; a second call does nothing.
+    Call this in a process that runs a saved program (`jax.export.deserialize`, or
+    `jax.experimental.serialize_executable`) before it has called any other function of jattn: those
+    load the kernel automatically. Without it, XLA reports that no handler is registered for
+    `jattn_native_attend`. Starts no backend; a second call does nothing.
 
     Raises:
-      UnsupportedError: there is no library that fits, with the reason and the command that helps.
+      UnsupportedError: there is no matching library; gives the reason and the command that helps.
     """
     if library.missing():
         raise capability.UnsupportedError(f"load_native: {'; '.join(library.missing())}")

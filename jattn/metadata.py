@@ -19,12 +19,12 @@ Array = jax.Array | np.ndarray
 @pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """One step's batch: a registered pytree, so it goes through jit, scan and sharding as one.
+    """One step's batch: a registered pytree, which can pass through jit, scan and sharding.
 
     Attributes:
       block_tables: int32 [B, M]; row b names the blocks of sequence b in order. Entries past
         `ceil(seq_lens[b] / S)` may hold anything.
-      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for a padded row.
+      seq_lens: int32 [B]; keys of each sequence, including this step's; 0 for a padded row.
       query_start_loc: int32 [B + 1]; sequence b's query tokens are `[start[b], start[b + 1])`.
       slot_mapping: int32 [T]; the slot `block * S + offset` each token is written to, -1 for none.
       max_query_len: static upper bound on a sequence's query tokens, or None.
@@ -51,14 +51,14 @@ class AttentionMetadata:
 
         Args:
           query_lens: B integers, new tokens per sequence (may be 0).
-          seq_lens: B integers, keys per sequence with the new tokens included.
+          seq_lens: B integers, keys per sequence, including the new tokens.
           block_tables: [B, M] integers, or B lists of block ids (padded with -1 to the longest).
           block_size: S.
-          max_query_len: the static bound; None leaves it unset (decode-only steps should say 1).
+          max_query_len: the static bound; None leaves it unset (decode-only steps should pass 1).
 
         Raises:
-          ValueError: lengths or ids that are no integers, lengths that do not fit together, a table
-            too short for its sequence, a used id below 0 or whose slots pass int32.
+          ValueError: lengths or ids are not integers, lengths do not fit together, a table is too
+            short for its sequence, or an id in use is below 0 or has slots that exceed int32.
         """
         with checks.checking("AttentionMetadata.from_lengths") as problems:
             queries = _integers(problems, "query_lens", query_lens)
@@ -88,7 +88,7 @@ class AttentionMetadata:
                 max_query_len is None or integers.is_int(max_query_len, max(longest, 1)),
                 "max_query_len",
                 f"{max_query_len!r}",
-                f"None or an integer of at least {max(longest, 1)}, the most of query_lens",
+                f"None or an integer of at least {max(longest, 1)}, the largest of query_lens",
             )
             most = integers.max_blocks(block_size)
             for b, row in enumerate(rows):
@@ -147,24 +147,23 @@ class AttentionMetadata:
             position of token t = seq_lens[b] - (start[b + 1] - start[b]) + t - start[b]
             slot_mapping[t] = block_tables[b, position // S] * S + position % S
 
-        Rows past the sequences of the step may hold anything: here they become empty, and tokens
-        past the last sequence's write nothing. A number of sequences outside [0, B] makes starts
-        that every row of the output is NaN.
+        Rows past the step's sequences may hold anything: they become empty, and tokens past the
+        last sequence write nothing. If the number of sequences is outside [0, B], attention over
+        this batch returns NaN in every row.
 
         Args:
           block_tables: int32 [B, M], or flat [B * M].
-          seq_lens: int32 [B]; keys of each sequence, the new tokens included.
+          seq_lens: int32 [B]; keys of each sequence, including the new tokens.
           query_start_loc: int32 [B + 1].
-          num_tokens: T, of the bucket.
+          num_tokens: T of the bucket.
           block_size: S.
           num_seqs: how many of the B rows are sequences: an integer, or int32 [] or [1].
-          distribution: int32 [3], what `ragged_paged_attention` takes instead: its last number is
-            `num_seqs`. None of the two: all B.
+          distribution: int32 [3] as for `ragged_paged_attention`, whose last number replaces
+            `num_seqs`. If both are None, all B rows are sequences.
           max_query_len: the static bound, or None.
 
         Raises:
-          ValueError: arrays whose shapes or dtypes do not fit, or both `num_seqs` and
-            `distribution`.
+          ValueError: shapes or dtypes do not fit, or both `num_seqs` and `distribution` are given.
 
         Example:
           >>> import jax.numpy as jnp, jattn
@@ -203,7 +202,7 @@ class AttentionMetadata:
         num_seqs: int | None = None,
         table_width: int | None = None,
     ) -> AttentionMetadata:
-        """Pad to a bucket's shape, on the host: steps of one bucket share one compilation.
+        """Pad to a bucket's shape, on the host, so that the steps of a bucket compile once.
 
         Padded tokens belong to no sequence and write nothing (slot -1); padded sequences are empty.
 
@@ -211,7 +210,7 @@ class AttentionMetadata:
           num_tokens, num_seqs, table_width: the bucket's T, B and M; None leaves one unchanged.
 
         Raises:
-          ValueError: a target that is no integer, or below what is there.
+          ValueError: a target is not an integer, or is below the current size.
         """
         tables = np.asarray(self.block_tables)
         lens = np.asarray(self.seq_lens)
@@ -242,7 +241,7 @@ class AttentionMetadata:
         )
 
     def as_kwargs(self) -> arguments.Batch[Array]:
-        """The keyword arguments `jattn.paged_attention` takes from here."""
+        """Return the keyword arguments that describe the batch to `jattn.paged_attention`."""
         return {
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
@@ -252,17 +251,17 @@ class AttentionMetadata:
 
     @integers.with_python_ints
     def check(self, *, num_blocks: int, block_size: int) -> None:
-        """Validate the values, on the host: what shapes and dtypes cannot show.
+        """Check the values of the arrays, on the host.
 
         Args:
           num_blocks: N of the cache these tables point into.
           block_size: S.
 
         Raises:
-          ValueError: naming every block id outside the pool, `query_start_loc` that does not start
-            at 0 or decreases or runs past the tokens, sequences shorter than their queries or
-            longer than their table row, queries longer than `max_query_len`, slots past the pool,
-            and slots written twice.
+          ValueError: names every block id outside the pool, `query_start_loc` that does not start
+            at 0, decreases or exceeds the tokens, sequences shorter than their queries or longer
+            than their table row, queries longer than `max_query_len`, slots past the pool, and
+            slots written twice.
         """
         tables = np.asarray(self.block_tables)
         lens = np.asarray(self.seq_lens)
@@ -329,7 +328,7 @@ class AttentionMetadata:
             keys <= capacity,
             f"seq_lens[{b}]",
             f"{keys}",
-            f"at most {capacity}, what its table row of {row.shape[0]} blocks holds",
+            f"at most {capacity}, the capacity of its table row of {row.shape[0]} blocks",
         ):
             return
         used = row[: max(ceil_div(keys, block_size), 0)]
@@ -343,7 +342,7 @@ class AttentionMetadata:
 
 
 def _integers(problems: checks.Problems, name: str, values: object) -> np.ndarray:
-    """`values` as int64 [n]; a problem, and none of them, unless they are n int32 integers."""
+    """Return `values` as int64 [n]; unless they are int32 integers, note a problem, return none."""
     try:
         found = np.asarray(values)
     except ValueError:  # rows of unequal length
@@ -370,7 +369,7 @@ def _check_arrays(
     distribution: object,
     max_query_len: object,
 ) -> None:
-    """The arguments of `from_arrays`, by shape and dtype."""
+    """Check the arguments of `from_arrays` by shape and dtype."""
     given = {"block_tables": block_tables, "seq_lens": seq_lens, "num_seqs": num_seqs}
     given |= {"query_start_loc": query_start_loc, "distribution": distribution}
     arrays.check_given("AttentionMetadata.from_arrays", given)
@@ -421,7 +420,7 @@ def _check_arrays(
 def _slots(
     tables: jax.Array, lens: jax.Array, starts: jax.Array, num_tokens: int, block_size: int
 ) -> jax.Array:
-    """int32 [T]: every token's slot; -1 for those of no sequence, or outside its table."""
+    """Return int32 [T]: every token's slot, or -1 if it has no sequence or is past its table."""
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
     row = jnp.clip(row, 0, lens.shape[0] - 1)

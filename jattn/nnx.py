@@ -3,10 +3,10 @@
     attention = jattn.nnx.PagedAttention(num_blocks, num_kv_heads, block_size, head_dim)
     out = attention(query, key, value, batch)      # writes key and value, then attends
 
-The caches are `KVCache` variables, so they can be told from parameters and split off the model,
-donated to a jitted step and put back: `nnx.split(model, jattn.nnx.KVCache, ...)`. Under `nnx.jit`
-and outside of `jit` a call replaces the variables' values. Only where they are donated are pools
-written in place: everywhere else XLA copies them.
+The caches are `KVCache` variables. `nnx.split(model, jattn.nnx.KVCache, ...)` separates them from
+the parameters, so that a jitted step can take them as donated arguments and return them. Under
+`nnx.jit` and outside `jit`, a call replaces the variables' values. Pools are written in place only
+if they are donated; otherwise XLA copies them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class KVCache(nnx.Variable):
 
 
 class PagedAttention(nnx.Module):
-    """`jattn.paged_attention` over caches that the module keeps.
+    """Write to caches that the module keeps, and attend to them with `jattn.paged_attention`.
 
     Args:
-      num_blocks, num_kv_heads, block_size, head_dim, value_dim, format, kv_layout: as
-        `jattn.init_kv_cache` takes them.
+      num_blocks, num_kv_heads, block_size, head_dim, value_dim, format, kv_layout: as in
+        `jattn.init_kv_cache`.
       values_in_keys: keep one array, whose leading `value_dim` elements are the values (MLA).
 
     Attributes:
       key_cache, value_cache: `KVCache` variables; `value_cache` is None with `values_in_keys`.
 
     Raises:
-      ValueError: as `jattn.init_kv_cache`; `values_in_keys` without `value_dim`.
+      ValueError: as `jattn.init_kv_cache`, or `values_in_keys` is given without `value_dim`.
 
     Example:
       >>> import jattn, jattn.nnx
@@ -62,8 +62,8 @@ class PagedAttention(nnx.Module):
     ):
         if values_in_keys and value_dim is None:
             raise ValueError(
-                "PagedAttention: value_dim is None, but must be the number of leading elements of "
-                "a key that are its value: values_in_keys is True"
+                "PagedAttention: value_dim is None, but must say how many leading elements of a "
+                "key are its value, because values_in_keys is True"
             )
         keys, values = cache.init_kv_cache(
             num_blocks,
@@ -95,7 +95,7 @@ class PagedAttention(nnx.Module):
         Args:
           key, value: [T, K, D] and [T, K, V]; value None with `values_in_keys`.
           slot_mapping: int32 [T]; negative writes nothing.
-          k_scale, v_scale: what `attend` must be given, too.
+          k_scale, v_scale: scales, which `attend` must be given too.
           implementation: "native", "xla" or None.
 
         Raises:
@@ -149,12 +149,12 @@ class PagedAttention(nnx.Module):
         return_lse: bool = False,
         **options: Unpack[calls.Options[calls.Array]],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Attend to what is written: for layers that read another layer's keys.
+        """Attend without writing, for layers that read another layer's keys.
 
         Args:
           query: [T, H, D].
           batch: the step's metadata.
-          return_lse, **options: of `jattn.paged_attention`, as `sliding_window`, `scale`, `sinks`.
+          return_lse, **options: as in `jattn.paged_attention`: `sliding_window`, `sinks`, ...
 
         Returns:
           [T, H, V], with `return_lse` also the lse [T, H].
@@ -211,9 +211,10 @@ class PagedAttention(nnx.Module):
         return_lse: bool = False,
         **options: Unpack[calls.Options[calls.Array]],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """`update` with the batch's slots, then `attend`, whose arguments are checked before.
+        """Call `update` with the batch's slots, then `attend`.
 
-        `k_scale` and `v_scale` are of both; so is an `implementation` that can do both.
+        The arguments of `attend` are checked before anything is written. `k_scale` and `v_scale`
+        apply to both, and so does an `implementation` that can do both.
         """
         calls.describe_call(calls.Arguments(**self._arguments(query, batch, return_lse, options)))
         implementation = options.get("implementation")
@@ -232,7 +233,7 @@ class PagedAttention(nnx.Module):
         return_lse: bool,
         options: calls.Options[calls.Array],
     ) -> dict[str, Any]:
-        """The keyword arguments of `jattn.paged_attention`."""
+        """Return the keyword arguments for `jattn.paged_attention`."""
         keys, values = self._caches()
         given = {"query": query, "key_cache": keys, "value_cache": values, "return_lse": return_lse}
         dims = {} if self.value_dim is None else {"value_dim": self.value_dim}

@@ -1,4 +1,4 @@
-"""The oracle: paged attention in NumPy, float64, loops, obviously right.
+"""The oracle: paged attention in NumPy, with float64 and loops, obviously right.
 
 If this and a kernel differ, the kernel is wrong. It takes the arguments of `jattn.paged_attention`
 with concrete values, and reads nothing that the contract says must not be read.
@@ -23,10 +23,10 @@ def stored_numbers(
     params: formats.QuantParams[jax.Array],
     kv_layout: str,
 ) -> np.ndarray:
-    """The numbers a cache stands for before a scale per head, HND [N, K, S, D], float64.
+    """Return a cache's numbers before a scale per head, as HND [N, K, S, D] in float64.
 
-    The formats' definitions once more, by table and by ml_dtypes. Words of float64 are numbers as
-    they are: differences of the oracle move numbers by less than formats hold.
+    This defines the formats a second time, by table and by ml_dtypes. float64 words are the numbers
+    themselves: finite differences of the oracle move numbers by less than formats can hold.
     """
     words, numbers = np.asarray(cache), None
     if isinstance(format, formats.Int4 | formats.Nvfp4):
@@ -100,7 +100,7 @@ def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, n
 def _taken_apart(
     cache: np.ndarray, call: calls.Call, rows: formats.Rows
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [N, S, K, D] and values [N, S, K, V] of an array that holds both."""
+    """Return keys [N, S, K, D] and values [N, S, K, V] of an array that holds both."""
     heads = cache.reshape(*cache.shape[:2], rows.count, rows.width)[:, :, : call.num_kv_heads]
     end = rows.value_start + call.value_dim
     return heads[..., : call.head_dim], heads[..., rows.value_start : end]
@@ -109,7 +109,7 @@ def _taken_apart(
 def _gather(
     keys: np.ndarray, values: np.ndarray, table: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A sequence's keys and values `[K, seq_len, D or V]`, token by token in order."""
+    """Gather a sequence's keys and values `[K, seq_len, D or V]`, token by token."""
     size = keys.shape[2]
     # Blocks before a window or outside a chunk may have any id.
     ids = np.clip(table, 0, len(keys) - 1)
@@ -135,7 +135,7 @@ def _one_row(
     call: calls.Call,
     operands: calls.Operands,
 ) -> tuple[np.ndarray, float]:
-    """One query row `[D]` against one sequence: its output `[V]` and lse."""
+    """Attend with one query row `[D]` to one sequence; return its output `[V]` and lse."""
 
     def number(x: Any, index: Any = ()) -> Any:
         return None if x is None else np.asarray(x)[index].astype(np.float64)
@@ -181,7 +181,7 @@ def _one_row(
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """The oracle as an implementation: float64 inside, a host callback under tracing."""
+    """Run the oracle as an implementation: float64 in a host callback, which can be traced."""
 
     def host(operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
         out, lse = attention(call, operands)

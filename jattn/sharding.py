@@ -1,27 +1,27 @@
-"""Attention over a mesh: query and KV heads over one axis, a sequence's keys over another.
+"""Attention on a mesh: query and KV heads split over one axis, a sequence's keys over another.
 
-Heads never talk to each other, so with `n` devices along the axis each takes `H / n` query heads
-and the KV heads they read, and no byte moves between devices:
+Heads are independent, so with `n` devices along the axis each device computes `H / n` query heads
+with the KV heads they read, and no data moves between devices:
 
     K % n == 0:  the caches are split over their KV heads
-    K == 1:      every device holds the cache whole (MQA, MLA) and writes every token to it; only
+    K == 1:      every device holds the whole cache (MQA, MLA) and writes every token to it; only
                  the query heads are split
 
-Where `1 < K < n`, KV heads must be stored more than once: make the cache with `n` KV heads and
-write `jnp.repeat(key, n // K, axis=1)`.
+If `1 < K < n`, KV heads must be stored more than once: make the cache with `n` KV heads and write
+`jnp.repeat(key, n // K, axis=1)`.
 
-Keys that are dealt out over an axis (context parallelism, `jattn.blocks.ContextParallel`) are
-attended to where they lie, and `merge_over` makes the whole of the parts.
+With context parallelism (`jattn.blocks.ContextParallel`) keys are distributed over an axis. Each
+device attends to its own keys, and `merge_over` merges their partial results.
 
-Split pools over KV heads, never over D, and over blocks only for `shard_map`, where the tables of a
-device name its own blocks: any other split moves keys between devices in every call. A `KVArray` or
-a float array split over D is refused where its sharding can be seen. On CPUs
-`jattn.paged_attention` and `jattn.update_kv_cache` keep pools that are split over KV heads where
-they are under plain `jit` too; on GPUs they need these functions (or `shard_map`), or the pool is
-gathered.
+Split pools over KV heads, never over D. Split them over blocks only for `shard_map`, where each
+device's tables name its own blocks. Any other split moves keys between devices in every call. A
+`KVArray` or a float array split over D is refused if its sharding can be seen. On CPUs,
+`jattn.paged_attention` and `jattn.update_kv_cache` also leave pools that are split over KV heads in
+place under plain `jit`. On GPUs, use the functions here (or `shard_map`): otherwise XLA gathers the
+pool.
 
-The functions here have the names and arguments of those of `jattn`, plus a mesh and an axis; all
-run under `jit`. Axis letters as in `jattn.paged_attention`.
+The functions have the names and arguments of their `jattn` counterparts, plus a mesh and an axis.
+All run under `jit`. Axis letters are those of `jattn.paged_attention`.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def cache_specs(
     axis_name: str,
     kv_layout: str | None = None,
 ) -> formats.KVArray | P | None:
-    """How a cache of keys or values lies on the mesh: its shape, with a PartitionSpec per array.
+    """Return how a cache of keys or values is split over the mesh: a PartitionSpec per array.
 
     Args:
       kv_cache: a `KVArray`, a float array, shapes of either, or None.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
-      kv_layout: "HND" or "NHD"; None for the cache's own, HND for a plain array.
+      kv_layout: "HND" or "NHD"; None for the cache's own layout, HND for a plain array.
 
     Returns:
-      For a `KVArray` one whose arrays are PartitionSpecs; for an array a PartitionSpec; for None
-      None.
+      A `KVArray` of PartitionSpecs for a `KVArray`, a PartitionSpec for an array, None for None.
 
     Raises:
-      ValueError: the mesh has no such axis, or its size fits neither `K % n == 0` nor `K == 1`.
+      ValueError: the mesh has no such axis, neither `K % n == 0` nor `K == 1` holds for its size,
+        or `kv_cache` is a `KVRows`.
 
     Example:
       >>> import jax, jattn, jattn.sharding
@@ -87,8 +87,8 @@ def cache_specs(
             problems.add(
                 "kv_cache",
                 "a jattn.KVRows",
-                "a jattn.KVArray or a float array; split one of rows with jax.shard_map, and make "
-                "the jattn.KVRows of a device's own heads inside",
+                "a jattn.KVArray or a float array; split a jattn.KVRows with jax.shard_map, and "
+                "inside it make one of each device's own heads",
             )
         shape = tuple(getattr(kv_cache, "shape", ()))
         if kv_cache is not None and not isinstance(kv_cache, formats.KVRows):
@@ -127,7 +127,7 @@ def init_kv_cache(
     kv_layout: str = "HND",
     **options: Unpack[cache.CacheOptions],
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
-    """Make an empty cache where it will lie: no device ever holds more than its own heads.
+    """Make an empty cache on a mesh: no device ever holds more than its own heads.
 
     Args:
       *sizes: num_blocks, num_kv_heads, block_size, head_dim, as in `jattn.init_kv_cache`.
@@ -165,7 +165,7 @@ def _maker(
     specs: tuple[P, ...],
     tree: jax.tree_util.PyTreeDef,
 ) -> Callable[[], tuple[formats.KVArray, formats.KVArray | None]]:
-    """One function object per kind of pool: the layers of a model compile it once."""
+    """Return one function object per kind of pool, so that a model's layers compile it once."""
     make = functools.partial(cache.init_kv_cache, *sizes, kv_layout=kv_layout, **dict(options))
     where = [NamedSharding(mesh, spec) for spec in specs]
     return jax.jit(make, out_shardings=jax.tree.unflatten(tree, where))
@@ -185,16 +185,16 @@ def update_kv_cache(
     kv_layout: str | None = None,
     implementation: str | None = None,
 ) -> tuple[cache.KeyCache, cache.ValueCache]:
-    """`jattn.update_kv_cache` on a mesh: every device writes its own KV heads.
+    """Run `jattn.update_kv_cache` on a mesh: each device writes its own KV heads.
 
     Args:
       key_cache, value_cache, key, value, slot_mapping, k_scale, v_scale, kv_layout,
-        implementation: as in `jattn.update_kv_cache`, the arrays of all heads.
+        implementation: as in `jattn.update_kv_cache`, with the arrays of all heads.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
 
     Returns:
-      `(key_cache, value_cache)`, where they were; in place when donated.
+      `(key_cache, value_cache)`, split as before; written in place if donated.
 
     Raises:
       ValueError: as `jattn.update_kv_cache` and `cache_specs`.
@@ -244,7 +244,7 @@ def _write(
     scales: Mapping[str, jax.Array],
     **static: Any,
 ) -> tuple[formats.Cache, formats.Cache | None]:
-    """`jattn.update_kv_cache` on one device."""
+    """Run `jattn.update_kv_cache` on one device."""
     keys, values = caches
     return cache.update_kv_cache(
         *(keys, values, new.get("key"), new.get("value"), slots),
@@ -303,11 +303,11 @@ def paged_attention(
     return_lse: bool = False,
     **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jattn.paged_attention` on a mesh: every device attends with its own query heads.
+    """Run `jattn.paged_attention` on a mesh: each device computes its own query heads.
 
     Args:
-      query: [T, H, D]; H a multiple of the axis.
-      key_cache, value_cache: as in `jattn.paged_attention`, the arrays of all heads.
+      query: [T, H, D]; H a multiple of the axis size.
+      key_cache, value_cache: as in `jattn.paged_attention`, with the arrays of all heads.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
       return_lse, **options: as in `jattn.paged_attention`.
@@ -316,7 +316,7 @@ def paged_attention(
       What `jattn.paged_attention` returns, split over its heads.
 
     Raises:
-      ValueError: as `jattn.paged_attention` and `cache_specs`; H is no multiple of the axis.
+      ValueError: as `jattn.paged_attention` and `cache_specs`; H is not a multiple of the axis size.
       UnsupportedError: as `jattn.paged_attention`.
 
     Example:
@@ -341,7 +341,7 @@ def paged_attention(
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
-    calls.describe_call(given)  # here of the whole call, in its words; later of each device's part
+    calls.describe_call(given)  # so errors describe the whole call, not one device's
     arrays.check_numbers("paged_attention", vars(given))
     traced: dict[str, Any] = {}
     static: dict[str, Any] = {"return_lse": return_lse}
@@ -372,19 +372,19 @@ def _attend(
     traced: Mapping[str, Any],
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jattn.paged_attention` on one device."""
+    """Run `jattn.paged_attention` on one device."""
     keys, values = caches
     return api.paged_attention(query, keys, values, **static, **traced)
 
 
 def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    r"""Merge the results of all devices along an axis, each over keys of its own.
+    r"""Merge the results of all devices along an axis, each over its own keys.
 
         lse = log(sum_i exp(lse_i))
         out = sum_i exp(lse_i - lse) * out_i
 
-    `jattn.merge_attention_states` of them all, for use inside `shard_map`, differentiable as it is.
-    A sink must join once: give it to one device only, or merge `(zeros, sink)` afterwards.
+    This is `jattn.merge_attention_states` over all devices, for use inside `shard_map`, and just as
+    differentiable. Count a sink once: pass it on one device only, or merge `(zeros, sink)` later.
 
     Args:
       out: [..., V], this device's result.
@@ -437,8 +437,8 @@ def _splits(problems: checks.Problems, kv_heads: int, size: int) -> bool:
         kv_heads % size == 0 or kv_heads == 1,
         "kv_cache",
         f"{kv_heads} KV heads",
-        f"a multiple of the {size} devices along the axis, or 1 (fewer than devices: make the "
-        "cache with one head per device and write each head where it is read)",
+        f"a multiple of the {size} devices along the axis, or 1 (with fewer heads than devices, "
+        "make the cache with one head per device and write each head where it is read)",
     )
     return kv_heads % size == 0
 
@@ -451,7 +451,7 @@ def _sharded(
     in_specs: object,
     out_specs: object,
 ) -> Any:
-    """`f(*given, **static)` on every device with its part of the arrays."""
+    """Call `f(*given, **static)` on every device with its part of the arrays."""
     specs, tree = jax.tree.flatten((in_specs, out_specs), is_leaf=_is_spec)
     run = _program(f, tuple(sorted(static.items())), mesh, tuple(specs), tree)
     return run(*_placed(given, in_specs, mesh))
@@ -465,7 +465,7 @@ def _program(
     specs: tuple[P, ...],
     tree: jax.tree_util.PyTreeDef,
 ) -> Callable[..., Any]:
-    """One function object per kind of call: a new one would compile again in every eager call."""
+    """Return one function object per kind of call: a new one would compile in every eager call."""
     in_specs, out_specs = jax.tree.unflatten(tree, specs)
     one = functools.partial(f, **dict(static))
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
@@ -487,8 +487,9 @@ def _specs(
 
 
 def _placed(given: T, specs: object, mesh: Mesh) -> T:
-    """The arrays where `specs` say. A mesh of automatic axes moves them itself; with explicit axes
-    an array that lies elsewhere would be refused.
+    """Reshard arrays to `specs` if the mesh has explicit axes, which would refuse other shardings.
+
+    With automatic axes, XLA moves the arrays itself.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return given
@@ -510,5 +511,5 @@ def _is_split(specs: tuple[formats.KVArray | P | None, ...]) -> bool:
 def _scale_spec(
     scale: jax.Array, specs: tuple[formats.KVArray | P | None, ...], axis_name: str
 ) -> P:
-    """Of a scale that is given: one per KV head goes with the heads."""
+    """Return the spec of a given scale: one per KV head is split with the heads."""
     return P(axis_name) if np.ndim(scale) == 1 and _is_split(specs) else P()

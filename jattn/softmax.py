@@ -48,7 +48,7 @@ def init(rows: tuple[int, ...], value_dim: int) -> Partial:
 def update(
     state: Partial, logits: jax.Array, weigh_values: Callable[[jax.Array], jax.Array]
 ) -> Partial:
-    """The state after more keys.
+    """Return the state after more keys.
 
     Args:
       state: of rows [...].
@@ -80,9 +80,9 @@ def finite_max(m: jax.Array) -> jax.Array:
 
 
 def finish(state: Partial, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`(out [..., V], lse [...])`, the sink [...] joining the denominator only.
+    """Return `(out [..., V], lse [...])`, adding the sink [...] to the denominator only.
 
-    A row that has seen nothing gives zeros and -inf, or zeros and its sink.
+    A row that has seen nothing returns zeros and -inf, or zeros and its sink.
     """
     m, l, acc = state
     if sink is not None:
@@ -90,7 +90,7 @@ def finish(state: Partial, sink: jax.Array | None) -> tuple[jax.Array, jax.Array
         base = finite_max(m_new)
         rescale = jnp.exp(m - base)
         m, l, acc = m_new, l * rescale + jnp.exp(sink - base), acc * rescale[..., None]
-    seen = l != 0  # NaN is seen: a row of NaN must not pass for one of nothing
+    seen = l != 0  # NaN counts as seen: a row of NaN must not pass for an empty row
     safe_l = jnp.where(seen, l, jnp.ones_like(l))
     out = acc * (1 / safe_l)[..., None]
     lse = jnp.where(seen, m + jnp.log(safe_l), jnp.full_like(m, -jnp.inf))
@@ -113,8 +113,8 @@ def merge_attention_states(
       lse_a, lse_b: [...] float32, natural logarithm.
 
     Returns:
-      `(out [..., V], lse [...])`. Rows that saw nothing in either are zeros and -inf; what
-      `out` holds where its lse is -inf never reaches the result, nor its gradients.
+      `(out [..., V], lse [...])`. Rows that saw nothing in either are zeros and -inf. Numbers of
+      `out_a` and `out_b` where the lse is -inf reach neither the result nor its gradients.
 
     Raises:
       ValueError: an argument is not an array, or shapes or dtypes do not fit together.
@@ -148,7 +148,7 @@ def merge_attention_states(
 def merge_results(
     parts: Sequence[tuple[jax.Array, jax.Array]], axis_name: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` of all `parts`, with an axis those of every device along it.
+    """Merge all `parts` into `(out, lse)`; with an axis, those of every device along it.
 
         m = max_i lse_i      l = sum_i exp(lse_i - m)
         lse = m + log l      out = sum_i exp(lse_i - m) out_i / l
@@ -156,14 +156,14 @@ def merge_results(
     The dtype is that of the first part.
     """
     lses = [lse.astype(jnp.float32) for _, lse in parts]
-    # The result does not depend on it, and `pmax` has no gradient.
+    # The result does not depend on `m`, and `pmax` has no gradient.
     m = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     m = finite_max(m if axis_name is None else lax.pmax(m, axis_name))
     weights = [jnp.exp(lse - m) for lse in lses]
 
     def share(part: tuple[jax.Array, jax.Array], weight: jax.Array) -> jax.Array:
         out, weight = part[0].astype(jnp.float32), weight[..., None]
-        # Selected before the product: 0 * NaN, in a gradient too, is not 0.
+        # Select before multiplying: 0 * NaN is not 0, in a gradient either.
         return jnp.where(weight > 0, out, jnp.zeros((), jnp.float32)) * weight
 
     l = functools.reduce(jnp.add, weights)

@@ -19,20 +19,20 @@ and sees the key at position `k`, `0 <= k < seq_len`, when all of these hold:
 
 The window counts the keys visible to a query, its own included: what transformers calls
 `sliding_window`, FlashAttention `(window - 1, 0)` and jax.nn `local_window_size=(window - 1, 0)`.
-A visible end reaches ahead of the causal edge and not back: a window cuts what is before a query
-and nothing that the end lets it see ahead, as Gemma masks its images.
+A visible end only extends what a query sees ahead of the causal edge. A window hides keys before a
+query, but none that the end lets it see ahead: this is how Gemma masks its images.
 
-In a tree of drafted tokens, the query token `i` sees those of its sequence's query tokens that are
-on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
-depth, not at its place among the query tokens: `tree_path` says how many tokens of the path are
-between two, and `q` and `k` above are positions counted that way. So window, chunk and position
-biases are what they would be if the path were the sequence, token after token.
+In a tree of draft tokens, the query token `i` sees only those of its sequence's query tokens that
+are on its path: itself and the earlier ones whose bit is set. A tree token's position follows from
+its depth, not from its place among the query tokens: `tree_path` counts the tokens of the path
+between two tokens, and `q` and `k` above are positions counted that way. Windows, chunks and
+position biases therefore act as if the path alone were the sequence.
 
 The logit of a visible key is
 
     s = cap * tanh(scale * (query . key) / cap) + slope * (k - q) + bias[clip(k - q, -E, E) + E]
 
-with the soft cap, the ALiBi term and the bias of relative positions where they are given.
+where the soft cap, the ALiBi term and the relative position bias are optional.
 
 A sequence whose numbers break a promise has NaN in all its rows, never a plausible number:
 `broken_promises` says which.
@@ -48,8 +48,8 @@ import numpy as np
 
 from jattn.integers import INT32_MAX, NO_LIMIT
 
-# A NumPy or a JAX array or a Python number. Not their union: an operator of two unions has a result
-# for every pair, and most of what these functions do has none for a plain number.
+# A NumPy or a JAX array or a Python number. Not their union: a type checker would then want every
+# operation to be defined for plain numbers too, and most here are not.
 Array = Any
 
 # How far a kernel's own tanh may be from the true one, at every argument. A capped logit is then
@@ -66,7 +66,7 @@ class Sight(typing.NamedTuple):
     Attributes:
       is_causal: a bool, which is static, or an array of them.
       sliding_window: the keys a query sees, its own included.
-      attention_chunk_size: a query sees keys of its own chunk only.
+      attention_chunk_size: a query sees only keys of its own chunk.
       visible_end: causal queries also see keys at positions below it.
     """
 
@@ -76,9 +76,9 @@ class Sight(typing.NamedTuple):
     visible_end: Array | None = None
 
     def of(self, b: Array, t: Array | None = None) -> Sight:
-        """The sight of sequence `b` and token `t`, of one that has those axes; None for no token.
+        """Select sequence `b` and token `t`, from a sight with those axes.
 
-        A visible end is left out for None.
+        With `t` None, the result has no visible end.
         """
         causal, end = self.is_causal, self.visible_end
         return self._replace(
@@ -93,9 +93,9 @@ def first_query_position(seq_len: Array, num_queries: Array) -> Array:
 
 
 def visible(q_pos: Array, k_pos: Array, seq_len: Array, sight: Sight) -> Array:
-    """Whether the query at `q_pos` sees the key at `k_pos`; broadcasts, traces.
+    """Return whether the query at `q_pos` sees the key at `k_pos`; broadcasts, can be traced.
 
-    Trees and selected blocks are for the caller to add: `tree_path`, `is_selected`.
+    The caller must add trees and selected blocks: `tree_path`, `is_selected`.
     """
     is_causal, window, chunk, visible_end = sight
     seen = (k_pos >= 0) & (k_pos < seq_len)
@@ -124,10 +124,10 @@ def key_range(
 ) -> tuple[Array, Array]:
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`.
 
-    Tight for the hull of what the queries see, visible ends aside; `start == end` where they see
-    nothing. The sight's `visible_end` is the largest of the queries' own. Trees and selected blocks
-    only take keys away. In a tree, `first_q` is the first of the sequence's query tokens: a token
-    may be as early as that, whatever its place.
+    Without visible ends the range is tight around the keys that the queries see; `start == end` if
+    they see none. `sight.visible_end` must be the largest of the queries' own. Trees and selected
+    blocks only remove keys. In a tree, `first_q` must be the position of the sequence's first query
+    token, because any token of the tree may be as early as that.
     """
     is_causal, window, chunk, visible_end = sight
     start = xp.zeros_like(seq_len)
@@ -168,18 +168,18 @@ def broken_promises(
 
     A sequence breaks a promise when it has more query tokens than `max_query_len`, more keys than
     its table has room for, or an id outside the pool where its queries may see a key: ids behind a
-    window, outside a chunk or not selected may be anything. Starts that do not begin at 0, that
-    decrease or that pass the tokens leave open whose tokens are whose: all rows are NaN.
+    window, outside a chunk or not selected may be anything. Starts that do not begin at 0, decrease
+    or exceed the tokens do not tell which tokens belong to which sequence: all rows are NaN.
 
     Args:
       starts: int32 [B + 1]; `query_start_loc`.
       seq_lens, block_tables, selected_blocks: int32 [B], [B, M], [B, M'] or None.
       sight: of the sequences.
       num_tokens, num_blocks, block_size, max_query_len: T, N, S and the bound.
-      ids: whether ids are checked; if not, the caller must do that.
+      ids: whether to check ids; if not, the caller must.
     """
     counts = starts[1:] - starts[:-1]
-    # Entries are compared, for a count may wrap around.
+    # Compare entries, because a count may wrap around.
     ordered = (starts[0] == 0) & (starts[1:] >= starts[:-1]).all() & (starts[-1] <= num_tokens)
     width = block_tables.shape[1]
     capacity = min(width * block_size, INT32_MAX)
@@ -208,7 +208,7 @@ def broken_promises(
 
 
 def is_selected(k_pos: Array, selected_blocks: Array, block_size: int) -> Array:
-    """Whether the key's block is among `selected_blocks` [..., M'], which has one axis more."""
+    """Return whether the key's block is among `selected_blocks` [..., M'], with one more axis."""
     return (k_pos[..., None] // block_size == selected_blocks).any(axis=-1)
 
 
@@ -217,8 +217,8 @@ def selected_columns(
 ) -> tuple[Array, Array]:
     """`(columns int32 [P, M'], count int32 [P])`: the selected blocks with keys in `[start, end)`.
 
-    The first `count` of a row are the columns, each once, ascending; the others are `width`. None
-    are in a range that is empty.
+    The first `count` entries of a row are the columns, each once, ascending; the rest are `width`.
+    An empty range has none.
 
     Args:
       selected_blocks: int32 [P, M'].
@@ -236,11 +236,11 @@ def selected_columns(
 
 
 def path_bits(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
-    """Bits of the path of query token `query`: itself, and those before it that its mask names.
+    """Return the bits of a query token's path: itself, and the earlier ones that its mask names.
 
     Args:
       tree_mask: uint32 [..., W]; bit `j % 32` of word `j // 32` is the sequence's query token `j`.
-      query: int32 [...]; which of its sequence's query tokens it is, from 0.
+      query: int32 [...]; its index among its sequence's query tokens.
     """
     words = []
     for word in range(tree_mask.shape[-1]):
@@ -253,13 +253,13 @@ def path_bits(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
 def tree_path(bits: Array, query: Array, key: Array, xp: Any = jnp) -> tuple[Array, Array]:
     """`(seen, distance)` from query token `query` to `key`, both of one sequence; broadcasts.
 
-    `key` counts from the sequence's first query token; below 0 are the keys before all of them,
-    which all see. `distance` is how many tokens of the query's path come after the key, up
-    to the query: the difference of their true positions where the key is seen. Query tokens past
-    the 32 W that the mask has bits for are seen by those after them: a plain chain.
+    `key` counts from the sequence's first query token. Negative ones are the keys before it, which
+    every query token sees. `distance` is how many tokens of the query's path come after the key, up
+    to the query: the difference of their true positions if the key is seen. Query tokens past the
+    32 W bits of the mask form a plain chain: all later ones see them.
 
     Args:
-      bits: uint32 [..., W] from `path_bits`; `query` and `key` int32 without its last axis.
+      bits: uint32 [..., W] from `path_bits`; `query` and `key` are int32 without the last axis.
     """
     size = 32 * bits.shape[-1]
     one = xp.uint32(1)
@@ -275,14 +275,14 @@ def tree_path(bits: Array, query: Array, key: Array, xp: Any = jnp) -> tuple[Arr
 
 
 def _bits_until(last: Array, xp: Any) -> Array:
-    """A uint32 with the bits 0 to `last` set: none below 0, all from 31 on."""
+    """Return a uint32 with bits 0 to `last` set: none if it is negative, all from 31 on."""
     one = xp.uint32(1)
     shift = xp.clip(last + 1, 0, 31).astype(xp.uint32)
     return xp.where(last >= 31, xp.uint32(2**32 - 1), (one << shift) - one)
 
 
 def relative_index(q_pos: Array, k_pos: Array, num_columns: int, xp: Any = jnp) -> Array:
-    """The column of a bias table with E = num_columns // 2: `clip(k - q, -E, E) + E`."""
+    """Return the column of a bias table with E = num_columns // 2: `clip(k - q, -E, E) + E`."""
     extent = num_columns // 2
     return xp.clip(k_pos - q_pos, -extent, extent) + extent
 
@@ -298,9 +298,9 @@ def transform_logits(
     position_bias: Array | None = None,
     xp: Any = jnp,
 ) -> Array:
-    """Scaled, capped, biased logits from the dot products `query . key`. Broadcasts.
+    """Turn the dot products `query . key` into scaled, capped, biased logits. Broadcasts.
 
-    `position_bias` is what the table of relative positions holds at `relative_index`.
+    `position_bias` is the entry of the bias table at `relative_index`.
     """
     logits = dots * scale
     if logits_soft_cap is not None:

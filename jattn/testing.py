@@ -1,4 +1,4 @@
-"""For tests of programs that hold paged caches: whether XLA copies a pool."""
+"""Assertions for tests of programs with paged caches: that XLA copies no pool."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from jattn import formats
 def assert_nothing_pool_sized(
     compiled: jax.stages.Compiled, pools: object, *, max_temporaries: int | None = None
 ) -> None:
-    """Assert that a compiled program makes no array of the size of a pool.
+    """Assert that a compiled program makes no array as large as a pool.
 
         temporaries < the smallest pool,    outputs - aliased inputs < the smallest pool
 
-    So pools that are donated and returned are written in place, pools that are only read are
-    neither copied nor converted, and what the program needs does not grow with them. XLA's own
-    account (`memory_analysis`) is read; nothing runs. Take pools that are larger than all that the
-    program rightly allocates: `jax.ShapeDtypeStruct`s cost nothing.
+    Then pools that are donated and returned are written in place, pools that are only read are
+    neither copied nor converted, and temporaries do not grow with them. The check reads XLA's own
+    report (`memory_analysis`) and runs nothing. Choose pools larger than anything the program has
+    good reason to allocate; `jax.ShapeDtypeStruct`s cost nothing.
 
     Args:
       compiled: `jax.jit(f, donate_argnums=...).lower(...).compile()`.
-      pools: a pytree of `KVArray`s, arrays or `jax.ShapeDtypeStruct`s: the caches in it. A
-        `KVArray` counts by its words.
+      pools: the program's caches, a pytree of `KVArray`s, arrays or `jax.ShapeDtypeStruct`s. Of a
+        `KVArray` only the words count.
       max_temporaries: bytes of temporaries allowed, below the smallest pool; None for anything
         below it.
 
     Raises:
       AssertionError: with the sizes, and the instructions of the program that make arrays so large.
-      ValueError: `pools` has no array, or the platform gives no account of memory.
+      ValueError: `pools` has no array, or the platform does not report memory use.
 
     Example:
       >>> import jax, jax.numpy as jnp, jattn, jattn.testing
@@ -56,7 +56,7 @@ def assert_nothing_pool_sized(
     most = pool if max_temporaries is None else min(max_temporaries + 1, pool)
     found = {
         "temporaries": (memory.temp_size_in_bytes, most),
-        "outputs that continue no donated input": (
+        "outputs that reuse no donated input": (
             memory.output_size_in_bytes - memory.alias_size_in_bytes,
             pool,
         ),
@@ -69,7 +69,7 @@ def assert_nothing_pool_sized(
     if wrong:
         made = _instructions_making(compiled.as_text() or "", pool)
         raise AssertionError(
-            f"with pools of {pool:,} bytes and more: {'; '.join(wrong)}"
+            f"with pools of {pool:,} bytes or more: {'; '.join(wrong)}"
             + "".join(f"\n  {line}" for line in made)
         )
 
@@ -79,7 +79,7 @@ def _bytes_of(x: Any) -> int:
 
 
 _RESULT = re.compile(r"%?[\w.-]+ = (?P<type>[a-z]\w*)\[(?P<shape>[\d,]*)\][^ ]* (?P<op>[\w-]+)\(")
-# Instructions that name memory, or that write into an operand's.
+# Instructions that only name memory, or that write into an operand's memory.
 _IN_PLACE = {
     *("parameter", "bitcast", "get-tuple-element", "dynamic-update-slice", "scatter"),
     *("while", "conditional", "call", "custom-call", "optimization-barrier"),
@@ -87,7 +87,7 @@ _IN_PLACE = {
 
 
 def _instructions_making(program: str, size: int) -> list[str]:
-    """Up to five lines of an HLO program whose result has `size` bytes or more."""
+    """Return up to five lines of an HLO program whose result has `size` bytes or more."""
     lines = []
     for line in map(str.strip, program.splitlines()):
         found = _RESULT.match(line.removeprefix("ROOT "))

@@ -1,16 +1,16 @@
-"""How the words of a KV cache are read: a type, never a guess from a storage dtype.
+"""Cache formats: a type says how a KV cache's words are read, never a guess from a storage dtype.
 
 A format says which numbers a word stands for, and which scales and zero points go with it.
-A cache is a plain float array, or a `KVArray`: the stored words, their scales and zero points, and
-the format; or one array of keys and values side by side, a `KVRows`. The words of formats narrower
+A cache is a plain float array, a `KVArray` (the stored words, their scales and zero points, and the
+format), or a `KVRows` (one array of keys and values side by side). The words of formats narrower
 than 32 bits are integers, because XLA for CPU runs many operations on bfloat16 (JAX 0.10) and
-float8 (all versions) by converting the *whole* operand to float32: a pool would be copied on every
-step. An integer is never converted, only the words that are read or written.
+float8 (all versions) by converting the *whole* operand to float32, which would copy a pool in every
+step. It never converts a pool of integers, only the words that are read or written.
 
     number = decode(word) * group_scale * scale + zero
 
-with `group_scale` one per 16 numbers (NVFP4), `scale` one for the cache, per KV head, per block and
-head or per token and head, and `zero` per token and head: each where the format has it.
+Formats have some of these: a `group_scale` per 16 numbers (NVFP4); a `scale` per cache, per KV
+head, per block and head, or per token and head; a `zero` per token and head.
 """
 
 from jattn.formats.base import Format, Quantized, QuantParams

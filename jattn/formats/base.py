@@ -1,4 +1,4 @@
-"""The base of all cache formats, and the records that encoded rows travel in."""
+"""The base class of all cache formats, and the records that hold encoded rows."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, values: jax.Array) -> jax.Array:
-        """Words for `values`, already divided by all scales."""
+        """Encode `values`, already divided by all scales, as words."""
 
     @abc.abstractmethod
     def decode(self, words: jax.Array) -> jax.Array:
-        """The numbers the words stand for, in `value_dtype`; no scale is applied."""
+        """Decode words to numbers in `value_dtype`, without applying any scale."""
 
     @abc.abstractmethod
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
-        """Words of `values / scale`, with the scales and zeros that the format chooses itself."""
+        """Encode `values / scale`, with the scales and zero points that the format chooses."""
 
     @property
     def per(self) -> str | None:
-        """The owner of a scale: "head" (or the whole cache), "block", "token", or None."""
+        """What has a scale: "head" (or the whole cache), "block", "token"; None for no scale."""
         return None
 
     @property
     def takes_scale(self) -> bool:
-        """Whether `scale` is one number, [] or one per KV head [K], that the caller sets."""
+        """Whether the caller sets `scale`: one number [], or one per KV head [K]."""
         return self.per == "head"
 
     @property
@@ -98,7 +98,7 @@ class Format(abc.ABC):
 
     @property
     def codes(self) -> str:
-        """The name of its numbers alone, whatever scales and zero points go with them."""
+        """The name of its numbers, regardless of their scales and zero points."""
         return self.name
 
     @property
@@ -108,7 +108,7 @@ class Format(abc.ABC):
 
     @property
     def triton_codes(self) -> str:
-        """What words are in `jattn/pallas/triton/pools.py`; "" for numbers of that dtype."""
+        """The name of the words in `jattn/pallas/triton/pools.py`; "" for numbers of a dtype."""
         return ""
 
     @property
@@ -117,22 +117,22 @@ class Format(abc.ABC):
         return self.group or self.values_per_word
 
     def bytes_per_token(self, dim: int) -> int:
-        """Bytes of one token of one KV head: words, and the scales and zero point per token.
+        """Return the bytes of one token of one KV head: words, and scale and zero point per token.
 
-        A scale per block adds four bytes to a block and head, one per head or cache nothing.
+        A scale per block adds four bytes per block and head; one per head or cache adds nothing.
         """
         per_token = 4 * (self.per == "token") + 4 * self.zero_point
         groups = dim // self.group if self.group else 0
         return self.word_bytes(dim) + per_token + groups
 
     def word_bytes(self, dim: int) -> int:
-        """Bytes of the words of one token of one KV head."""
+        """Return the bytes of the words of one token of one KV head."""
         return dim // self.values_per_word * self.word_dtype.itemsize
 
     def quant_param_shapes(
         self, words: tuple[int, ...], kv_layout: str
     ) -> QuantParams[tuple[int, ...]]:
-        """Shapes of the scales and zeros for words of that shape; None for those it lacks."""
+        """Return the shapes of scales and zeros for words of that shape; None for those it lacks."""
         n, a, b, last = words
         per_token = (n, a, b)
         scale = {"block": (n, b if kv_layout == "NHD" else a), "token": per_token}
@@ -145,5 +145,5 @@ class Format(abc.ABC):
 
 
 def divided(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`values / scale` in float32, or `values` where there is no scale."""
+    """Return `values / scale` in float32, or `values` if there is no scale."""
     return values if scale is None else values.astype(jnp.float32) * (1 / scale)

@@ -1,4 +1,4 @@
-"""Plain floating-point numbers, stored as words that XLA for CPU leaves alone."""
+"""Plain floating-point numbers, stored as words that XLA for CPU does not convert."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WORDS: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.float32)}
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Format):
-    """Plain floating point: "float32", "bfloat16" or "float16"; has no scale.
+    """Plain floating point: "float32", "bfloat16" or "float16", without a scale.
 
     Attributes:
-      dtype: the name; of a dtype or a type of numbers, such as `x.dtype` or `jnp.float32`, its own.
+      dtype: the name; a dtype or scalar type, such as `x.dtype` or `jnp.float32`, becomes its name.
     """
 
     dtype: str = "bfloat16"
@@ -30,7 +30,7 @@ class Dense(Format):
 
     def __post_init__(self) -> None:
         given: object = self.dtype
-        if isinstance(given, np.dtype | type):  # a dtype is equal to its name, but hashes apart
+        if isinstance(given, np.dtype | type):  # a dtype equals its name, but hashes differently
             object.__setattr__(self, "dtype", np.dtype(given).name)
         with checks.checking("Dense") as problems:
             known = isinstance(self.dtype, str) and self.dtype in self.dtypes
@@ -57,7 +57,7 @@ class Dense(Format):
         return float(jnp.finfo(self.value_dtype).max)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Words for `values`: round to nearest even; overflow to infinity as the dtype does."""
+        """Encode `values`: round to nearest even, and overflow to infinity as the dtype does."""
         return rounding.bitcast(values.astype(self.value_dtype), self.word_dtype)
 
     def decode(self, words: jax.Array) -> jax.Array:

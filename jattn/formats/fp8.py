@@ -22,7 +22,7 @@ class Fp8(Format):
 
     Attributes:
       kind: "e4m3" or "e5m2".
-      scale_per: "head": `scale` is [] or [K] and yours to set (`jattn.calibrate`); "block":
+      scale_per: "head": `scale` is [] or [K], and the caller sets it (`jattn.calibrate`); "block":
         [N, K], set by the call that writes a block's first slot; "token": [N, K, S], set by every
         write from the token's largest number.
     """
@@ -71,7 +71,7 @@ class Fp8(Format):
         return float(jnp.finfo(self.value_dtype).max)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Words for `values`, already divided by the scale."""
+        """Encode `values`, already divided by the scale, as words."""
         to_words = {"e4m3": rounding.to_e4m3, "e5m2": rounding.to_e5m2}[self.kind]
         return to_words(values.astype(jnp.float32))
 
@@ -79,7 +79,7 @@ class Fp8(Format):
         return rounding.bitcast(words, self.value_dtype)
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
-        """Words of `values / scale`; per token, each row is divided by its scale as well."""
+        """Encode `values / scale`; per token, each row is also divided by its own scale."""
         values = divided(values, scale)
         if self.scale_per != "token":
             return Quantized(self.encode(values), QuantParams())

@@ -1,4 +1,4 @@
-"""8-bit and 4-bit integers, with a scale and perhaps a zero point per token and head."""
+"""8-bit and 4-bit integers, with a scale and an optional zero point per token and head."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class _Integer(Format):
         return 2 ** (self.bits - 1) - 1
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
-        """Words, scales and zeros of rows of `values / scale`."""
-        # From `values` themselves: a float32 copy of them would be allocated whole.
+        """Encode rows of `values / scale`: words, scales and zero points."""
+        # Computed from `values` directly: a float32 copy of them would be allocated whole.
         values, most = divided(values, scale), self.largest
         if not self.zero_point:
-            # Of a NaN the row's scale is NaN, and so is all that is read of it.
+            # A NaN makes the row's scale NaN, and with it every number read from the row.
             row_scale = rounding.clamp(rounding.largest_or_nan(values)) * jnp.float32(1 / most)
             steps = rounding.divide(rounding.clamp(values), row_scale[..., None])
             codes = rounding.to_integer(steps, -most, most)
@@ -62,8 +62,8 @@ class _Integer(Format):
         low, high = (rounding.clamp(x) for x in (values.min(axis=-1), values.max(axis=-1)))
         high = jnp.where(jnp.isnan(values).any(axis=-1), jnp.float32(jnp.nan), high)
         row_scale = (high - low) * jnp.float32(1 / (2 * most + 1))
-        # The maximum changes nothing, but keeps XLA from making one product of both, which it would
-        # round together with the sum on some machines.
+        # The maximum changes nothing, but keeps XLA from folding both products into one, which it
+        # would round together with the sum on some machines.
         zero = low + jnp.maximum(row_scale, 0) * jnp.float32(most + 1)
         steps = rounding.divide(rounding.clamp(values) - zero[..., None], row_scale[..., None])
         codes = rounding.to_integer(steps, -most - 1, most)
@@ -74,10 +74,10 @@ class _Integer(Format):
 class Int8(_Integer):
     """8-bit integers, -127 to 127, with a float32 scale per token and head.
 
-    Writing takes `scale = max |x| / 127` of the token's row and rounds to nearest even. With
+    Writing sets `scale = max |x| / 127` from the token's row and rounds to nearest even. With
     `zero_point`, codes -128 to 127 span the row: `scale = (max - min) / 255`, and `zero` is the
-    number that code 0 stands for. Integers have no NaN: a row that holds one gets a scale of NaN,
-    so all of that token and head reads as NaN and none is lost; infinities count as 2^126.
+    number that code 0 stands for. Integers have no NaN: a row that contains one gets a scale of
+    NaN, so that the whole row reads as NaN and no NaN is lost. Infinities count as 2^126.
     """
 
     bits: ClassVar[int] = 8
@@ -85,7 +85,7 @@ class Int8(_Integer):
     word_dtype = np.dtype(np.int8)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Words for integers in range: themselves."""
+        """Return integers in range as words, unchanged but for the dtype."""
         return values.astype(jnp.int8)
 
     def decode(self, words: jax.Array) -> jax.Array:
@@ -96,8 +96,8 @@ class Int8(_Integer):
 class Int4(_Integer):
     """4-bit integers, -7 to 7, two in a byte, with a float32 scale per token and head.
 
-    As `Int8`, with 7 for 127 and 15 for 255. The even index is stored in the low nibble; head sizes
-    must be even.
+    Like `Int8`, with 7 instead of 127 and 15 instead of 255. The number with the even index is in
+    the low nibble; head sizes must be even.
     """
 
     bits: ClassVar[int] = 4
@@ -106,9 +106,9 @@ class Int4(_Integer):
     word_dtype = np.dtype(np.uint8)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Bytes [..., D / 2] for integers [..., D] in range."""
+        """Pack integers [..., D] in range into bytes [..., D / 2]."""
         return rounding.pack(values.astype(jnp.int8))
 
     def decode(self, words: jax.Array) -> jax.Array:
-        """The integers [..., D] that the bytes [..., D / 2] stand for, int8."""
+        """Unpack bytes [..., D / 2] into int8 integers [..., D]."""
         return rounding.from_int4(rounding.unpack(words))

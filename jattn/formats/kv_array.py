@@ -22,20 +22,20 @@ LAYOUTS = ("HND", "NHD")
 class KVArray:
     """The keys or the values of a paged cache: words, scales, zero points and their format.
 
-    Invariants: `data.dtype == format.word_dtype`; the other arrays are there where the format has
-    them, and then of the shapes below. A registered pytree: it goes through jit, donation, scan,
-    vmap, sharding and checkpointing as its arrays do, and `format` is static. What grows with the
-    pool has the blocks first, so a copy of blocks indexes all of it alike.
+    Invariants: `data.dtype == format.word_dtype`; the other arrays are present if the format has
+    them, with the shapes below. It is a registered pytree, which passes through jit, donation,
+    scan, vmap, sharding and checkpointing as its arrays do; `format` is static. Arrays that grow
+    with the pool have the blocks as their first axis, so copying blocks indexes all of them alike.
 
     Attributes:
-      data: words, HND [N, K, S, W] or NHD [N, S, K, W], of `format.word_dtype`, W being D or, two
-        numbers a byte, D / 2.
-      scale: float32: [] or [K], or None for 1, where `format.per` is "head"; [N, K] for "block";
+      data: words of `format.word_dtype`, HND [N, K, S, W] or NHD [N, S, K, W]. W is D, or D / 2
+        with two numbers a byte.
+      scale: float32: [] or [K], or None for 1, if `format.per` is "head"; [N, K] for "block";
         HND [N, K, S] or NHD [N, S, K] for "token"; None for `Dense`.
       format: `Dense`, `Fp8`, `Int8`, `Int4` or `Nvfp4`.
-      zero: float32, as a scale per token, where the format has a zero point.
-      group_scale: uint8 words of e4m3, HND [N, K, S, D / 16] or NHD [N, S, K, D / 16]: `Nvfp4`.
-      kv_layout: "HND" or "NHD", static: a call whose own `kv_layout` differs is refused.
+      zero: float32, shaped like a scale per token, if the format has a zero point.
+      group_scale: uint8 words of e4m3, HND [N, K, S, D / 16] or NHD [N, S, K, D / 16], in `Nvfp4`.
+      kv_layout: "HND" or "NHD", static; a call with another `kv_layout` is refused.
     """
 
     data: jax.Array
@@ -47,7 +47,7 @@ class KVArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers: that of the words, with D last."""
+        """The shape of the numbers: the shape of the words, but with D last."""
         *axes, last = self.data.shape
         return (*axes, last * self.format.values_per_word)
 
@@ -69,7 +69,7 @@ class KVArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what grows with the pool: the words, and their scales and zero points."""
+        """Bytes of the arrays that grow with the pool: words, scales and zero points."""
         arrays = (self.data, *(x for x in self.quant_params if x is not None))
         return sum(x.size * np.dtype(x.dtype).itemsize for x in arrays)
 
@@ -81,19 +81,19 @@ class KVArray:
         scale: jax.Array | float | None = None,
         kv_layout: str = "HND",
     ) -> KVArray:
-        """Encode a float array of a whole cache. Makes a new array: for tests and conversions.
+        """Encode a whole cache from a float array, for tests and conversions. Makes a new array.
 
         Args:
           values: HND [N, K, S, D] or NHD [N, S, K, D] floats.
-          format: the format to store them in. Scales per block are taken from each block's largest
+          format: the format to store them in. Scales per block follow from each block's largest
             number.
-          scale: None, or a number or float array [] or [K] that the stored values will be
-            multiplied by, where `format.takes_scale`.
+          scale: None or, if `format.takes_scale`, a number or float array [] or [K] that the stored
+            values will be multiplied by.
           kv_layout: "HND" or "NHD".
 
         Raises:
-          ValueError: `values` is not a float array or of a size the format cannot hold, `format`
-            or `kv_layout` is unknown, the format takes no scale, or the scale is not finite or 0.
+          ValueError: `values` is not a float array or has a size the format cannot hold, `format`
+            or `kv_layout` is unknown, the format takes no scale, or the scale is 0 or not finite.
         """
         with checks.checking("KVArray.from_values") as problems:
             is_array = checks.numpy_dtype(values) is not None
@@ -118,7 +118,7 @@ class KVArray:
                     all(dim % format.dim_multiple == 0 for dim in last),
                     "values",
                     values,
-                    f"of a last axis that is a multiple of {format.dim_multiple} for {format}",
+                    f"with a last axis that is a multiple of {format.dim_multiple} for {format}",
                 ),
                 (scale is None or format.takes_scale, "scale", scale, f"None for {format}"),
                 (scale_shape in (None, (), (heads,)), "scale", scale, f"[] or [K], K = {heads}"),
@@ -137,11 +137,11 @@ class KVArray:
         return cls(words, stored, format, zero, groups, kv_layout)
 
     def values(self) -> jax.Array:
-        """The numbers before any scale, as an array of `dtype`. As large as the cache."""
+        """Return the numbers before any scale, as an array of `dtype`. As large as the cache."""
         return self.format.decode(self.data)
 
     def numbers(self) -> jax.Array:
-        """The numbers the cache stands for, float32, everything applied. As large as the cache."""
+        """Return the numbers that the cache stands for, in float32. As large as the cache."""
         x, scale = self.values().astype(jnp.float32), self.scale
         if self.group_scale is not None:
             groups = rounding.bitcast(self.group_scale, E4M3).astype(jnp.float32)
@@ -152,12 +152,12 @@ class KVArray:
         return x if self.zero is None else x + self.zero[..., None]
 
     def replace(self, **changes: Any) -> KVArray:
-        """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`.
+        """Return a copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`.
 
-        A `scale` that is a number becomes an array, float32.
+        A `scale` that is a number becomes a float32 array.
 
         Raises:
-          ValueError: such a scale that is not finite, or 0 in float32.
+          ValueError: such a scale is 0 in float32, or not finite.
         """
         scale = changes.get("scale")
         if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
@@ -171,7 +171,7 @@ _SCALE = "a number or a float array, finite and not 0 in float32"
 
 
 def _is_sound_scale(scale: object) -> bool:
-    """Whether a scale is what `_SCALE` says, as far as its numbers can be seen."""
+    """Return whether a scale is what `_SCALE` says, as far as its numbers can be seen."""
     known = rounding.as_float32(scale)
     if known is not None:
         return bool((np.isfinite(known) & (known != 0)).all())
@@ -180,7 +180,7 @@ def _is_sound_scale(scale: object) -> bool:
 
 
 def _align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
-    """A scale [], [K] or [N, K] with the axes of a cache [N, K, S, D] or, `nhd`, [N, S, K, D]."""
+    """Give a scale [], [K] or [N, K] the axes of a cache [N, K, S, D] or, `nhd`, [N, S, K, D]."""
     if np.ndim(scale) == 0:
         return scale
     rows = scale if scale.ndim == 2 else scale[None]

@@ -39,29 +39,29 @@ class KVRows:
         numbers of a token, in order: rows of `row_width`, one per KV head
         key = row[:head_dim],    value = row[value_start : value_start + value_dim]
 
-    It stands where a key cache does, with a value cache of None: `paged_attention`, `explain` and
-    `update_kv_cache` read and write it in place, and no implementation copies it to take it apart.
-    Rows past K and numbers outside a row's key and value are never read; a write fills those of its
-    tokens with zeros. The array keeps its shape, since XLA copies a donated pool whose axes of
-    length 1 are dropped or made.
+    Pass it as the key cache, with a value cache of None, to `paged_attention`, `explain` and
+    `update_kv_cache`. They use it in place: no implementation copies it to separate keys from
+    values. Rows past K and numbers outside a row's key and value are never read; writing a token
+    fills them with zeros. The array keeps its shape, because XLA copies a donated pool if axes of
+    length 1 are added or dropped.
 
     | cache of | data | |
     |---|---|---|
     | TPU kernels of JAX | [N, S, 2 K, D] | `KVRows.pairs(data)` |
     | tpu-inference | [N, S, 2 K / pack, pack, D] | `KVRows.pairs(data, num_kv_heads=K)` |
     | | [N, S, K, 2, D] | `KVRows.pairs(data)` |
-    | heads of 64, a pair in a row of 128 | [N, S, K, 128] | `KVRows(data, K, 64, 128, 64, 64)` |
+    | heads of 64, rows of 128 | [N, S, K, 128] | `KVRows(data, K, 64, 128, 64, 64)` |
     | MLA, values in the keys | [N, S, W] | `KVRows(data, 1, 576, W, 0, 512)` |
 
     Attributes:
-      data: [N, S, ...] floats (or words of `format`): what a token has, in any number of axes.
-      num_kv_heads: K, static as are all that follow.
+      data: [N, S, ...] floats (or words of `format`), a token's numbers in any number of axes.
+      num_kv_heads: K; static, like all fields below.
       head_dim: D of the keys.
       row_width: numbers from one head's key to the next head's.
-      value_start: where in a row its value begins; 0 for values that are the first numbers of keys.
+      value_start: where in a row its value begins; 0 if values are the first numbers of keys.
       value_dim: V.
-      format: `Dense` or an `Fp8` with a scale per head where `data` holds words of it; None where
-        it holds the numbers themselves. Scales are those of the call, `k_scale` and `v_scale`.
+      format: `Dense`, or `Fp8` with a scale per head, if `data` holds its words; None if `data`
+        holds the numbers themselves. Scales come from the call, as `k_scale` and `v_scale`.
     """
 
     data: jax.Array
@@ -81,12 +81,12 @@ class KVRows:
         *,
         format: Format | None = None,
     ) -> KVRows:
-        """Rows in which a key and a value of `data.shape[-1]` numbers each take turns.
+        """Make rows from keys and values that alternate, each of `data.shape[-1]` numbers.
 
         Args:
-          data: [N, S, ..., W], the axes between holding an even number of vectors of W.
-          num_kv_heads: K; None for as many as there are pairs.
-          head_dim: D, and V; None for W.
+          data: [N, S, ..., W]; the axes in between hold an even number of vectors of W.
+          num_kv_heads: K; None for the number of pairs.
+          head_dim: D and V; None for W.
           format: as the attribute.
 
         Example:
@@ -108,12 +108,12 @@ class KVRows:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """The axes of `data` that one token has."""
+        """The shape of one token in `data`."""
         return tuple(self.data.shape[2:])
 
     @property
     def num_rows(self) -> int:
-        """Rows of a token: K, or more where the array is padded."""
+        """Rows of a token: K, or more if the array is padded."""
         return math.prod(self.token_shape) // self.row_width
 
     @property
@@ -127,11 +127,11 @@ class KVRows:
         return ROWS_LAYOUT
 
     def rows(self) -> Rows:
-        """Where in a token keys and values are stored."""
+        """Return where in a token keys and values are stored."""
         return Rows(self.num_rows, self.row_width, self.value_start)
 
     def replace(self, **changes: Any) -> KVRows:
-        """A copy with some fields changed, e.g. `cache.replace(data=...)`."""
+        """Return a copy with some fields changed, e.g. `cache.replace(data=...)`."""
         return dataclasses.replace(self, **changes)
 
 
@@ -141,7 +141,7 @@ Cache = jax.Array | KVArray | KVRows
 def storage(
     cache: Cache | jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array | jax.ShapeDtypeStruct, Format | None]:
-    """`(array of words, format)` of a cache; a plain array has no format."""
+    """Return `(array of words, format)` of a cache; a plain array has no format."""
     if isinstance(cache, KVArray | KVRows):
         return cache.data, cache.format
     return cache, None

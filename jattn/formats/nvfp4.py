@@ -15,14 +15,14 @@ from jattn.formats.base import E4M3, Format, Quantized, QuantParams, divided
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4(Format):
-    """NVFP4: two e2m1 numbers a byte, an e4m3 scale per 16 of them, a float32 scale over all.
+    """NVFP4: two e2m1 numbers a byte, an e4m3 scale per 16 numbers, and a float32 scale over all.
 
-    e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign. `scale`, [] or [K], is yours to set
-    (`jattn.calibrate`): `max |x| / (6 * 448)` uses the whole range. Writing takes for each group
+    e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign. The caller sets `scale`, [] or [K]
+    (`jattn.calibrate`): `max |x| / (6 * 448)` uses the whole range. For each group, writing sets
     `group_scale = e4m3(max |x| / scale / 6)` and rounds `x / (group_scale * scale)` to nearest
-    even, saturating at 6. e2m1 has no NaN: a group that holds one gets a group scale of NaN, and
-    all 16 read as NaN. Head sizes must be multiples of 16. The words and group scales are those of
-    FlashInfer's `kv_cache_sf` [N, K, S, D / 16], not swizzled, the even index in the low nibble.
+    even, saturating at 6. e2m1 has no NaN: a group that contains one gets a group scale of NaN, and
+    all 16 read as NaN. Head sizes must be multiples of 16. Words and group scales are laid out like
+    FlashInfer's `kv_cache_sf` [N, K, S, D / 16]: not swizzled, the even index in the low nibble.
     """
 
     values_per_word: ClassVar[int] = 2
@@ -31,23 +31,23 @@ class Nvfp4(Format):
     name = "nvfp4"
     per = "head"
     largest = 6.0 * 448.0
-    value_dtype = np.dtype(jnp.bfloat16)  # holds every number exactly, its group's scale applied
+    value_dtype = np.dtype(jnp.bfloat16)  # exact for every number times its group's scale
     word_dtype = np.dtype(np.uint8)
     triton_codes = "e2m1"
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Bytes [..., D / 2] for numbers [..., D], already divided by both scales."""
+        """Pack numbers [..., D], already divided by both scales, into bytes [..., D / 2]."""
         return rounding.pack(rounding.to_e2m1(values.astype(jnp.float32)))
 
     def decode(self, words: jax.Array) -> jax.Array:
-        """The numbers [..., D] of bytes [..., D / 2], bfloat16; no scale is applied."""
+        """Decode bytes [..., D / 2] to bfloat16 numbers [..., D], without applying any scale."""
         return rounding.from_e2m1(rounding.unpack(words))
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
-        """Words and group scales of `values / scale`."""
+        """Encode `values / scale` as words and group scales."""
         groups = values.reshape(*values.shape[:-1], values.shape[-1] // self.group, self.group)
-        # The largest before the division: the same number, and no float32 of everything to keep.
-        # A NaN goes to the group's scale; e4m3 has one.
+        # The largest before the division is the same number, and needs no float32 copy of them all.
+        # A NaN goes into the group's scale, since e4m3 has one.
         most = rounding.clamp(jnp.abs(divided(rounding.largest_or_nan(groups), scale)))
         group_scale = rounding.to_e4m3(most * jnp.float32(1 / 6))
         size = rounding.bitcast(group_scale, E4M3).astype(jnp.float32)

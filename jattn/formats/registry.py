@@ -22,6 +22,6 @@ serialization.register_statics({type(format) for format in ALL})
 
 
 def plain_format(dtype: DTypeLike) -> Format | None:
-    """The format whose numbers a plain array of `dtype` holds, or None if no format has them."""
+    """Return the format whose numbers a plain array of `dtype` holds, or None if there is none."""
     plain = (format for format in ALL if not format.chooses_scales)
     return next((format for format in plain if format.value_dtype == np.dtype(dtype)), None)

@@ -1,10 +1,10 @@
-"""From numbers to the words of narrow formats and back, element by element, traced by JAX.
+"""Convert numbers to the words of narrow formats and back, element by element, in JAX.
 
-Every rounding is to nearest even and saturates. Divisors become reciprocals, as XLA makes them when
-it compiles a division by what many numbers share: so a scale's last bit, and which way a tie goes,
-do not depend on what is compiled together, and C++ can do the same (cpu/native/src/encode.h). Two
-4-bit codes share a byte: the number with the even index in the low nibble, as FlashInfer and vLLM
-store NVFP4.
+All rounding is to nearest even and saturates. Divisions multiply by the reciprocal, as XLA does
+when it compiles a division of many numbers by one. A scale's last bit, and which way a tie goes,
+then do not depend on what is compiled together, and C++ can do the same (cpu/native/src/encode.h).
+Two 4-bit codes share a byte: the number with the even index is in the low nibble, as FlashInfer and
+vLLM store NVFP4.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 
 from jattn import device
 
-# Infinities count as this where a scale is chosen from the numbers: far above any activation, and
-# the difference of two such numbers still fits float32.
+# Infinities count as this when a scale is chosen from the numbers. It is far above any activation,
+# and the difference of two such numbers still fits float32.
 LIMIT = 2.0**126
 
 # Numbers that call for a scale of at most this count as zeros: the reciprocal of a smaller scale
-# would overflow, and XLA for CPU takes the smallest floats for zeros.
+# would overflow, and XLA for CPU flushes the smallest floats to zero.
 SMALLEST_SCALE = 2.0**-100
 
 
 def as_float32(x: object) -> np.ndarray | None:
-    """A number or a NumPy array of floats in float32, as kernels take it; None for all else.
+    """Return a number or a NumPy array of floats as float32; None for anything else.
 
-    On the host, for checks. Large numbers become infinite, and numbers below the smallest normal
-    one zero, as XLA may make them.
+    For checks, on the host. As in kernels, numbers too large for float32 become infinite; those
+    below its smallest normal number become zero, as XLA may flush them.
     """
     number = isinstance(x, numbers.Real) and not isinstance(x, bool)
     if not number and not (isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)):
@@ -44,14 +44,15 @@ def as_float32(x: object) -> np.ndarray | None:
 
 
 def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The bits of `x` read as `dtype`; of another size, the last axis takes or gives the ratio."""
+    """Read the bits of `x` as `dtype`; one of another size adds or removes a last axis."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def scatter_converts(dtype: np.dtype) -> bool:
-    """Whether XLA for CPU scatters `dtype` through float32: the whole pool, and no NaN's payload.
+    """Return whether XLA for CPU scatters `dtype` by converting the whole pool to float32.
 
-    It does so with fp8 and, before JAX 0.12, with bfloat16. Starts JAX's backend.
+    This also loses the payloads of NaN. It is so for fp8 and, before JAX 0.12, for bfloat16. Starts
+    JAX's backend.
     """
     fp8 = dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
     bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
@@ -59,20 +60,20 @@ def scatter_converts(dtype: np.dtype) -> bool:
 
 
 def clamp(x: jax.Array) -> jax.Array:
-    """`x` as float32 with infinities at +-`LIMIT`; NaN stays NaN."""
+    """Return `x` as float32, clipped to +-`LIMIT`; NaN stays NaN."""
     return jnp.clip(x.astype(jnp.float32), -LIMIT, LIMIT)
 
 
 def largest(x: jax.Array, axis: int | tuple[int, ...] = -1) -> jax.Array:
-    """The largest magnitude along `axis`, NaN left out."""
+    """Return the largest magnitude along `axis`, ignoring NaN."""
     size = jnp.abs(x)
     return jnp.where(jnp.isnan(size), jnp.zeros((), x.dtype), size).max(axis=axis)
 
 
 def largest_or_nan(x: jax.Array) -> jax.Array:
-    """The largest magnitude along the last axis; NaN where there is one.
+    """Return the largest magnitude along the last axis, or NaN if there is one.
 
-    Of the bits, as integers: XLA's maximum of floats on CPUs leaves a NaN out when it is compiled.
+    Compares bits as integers, because XLA's compiled maximum of floats on CPUs ignores NaN.
     """
     words = bitcast(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
     sign = np.array(1 << (8 * x.dtype.itemsize - 1), words.dtype)
@@ -80,28 +81,28 @@ def largest_or_nan(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """`x / scale`, and `x` where the scale is zero: then all of `x` is."""
+    """Return `x / scale`, or `x` where the scale is zero, because `x` is zero there too."""
     return x * (1 / jnp.where(scale == 0, jnp.float32(1), scale))
 
 
 def usable_scale(scale: jax.Array) -> jax.Array:
-    """`scale`, and 1 where it is too small to divide by: any will do for what is as good as 0."""
+    """Return `scale`, or 1 where it is too small to divide by: its numbers are as good as 0."""
     return jnp.where(scale > jnp.float32(SMALLEST_SCALE), scale, jnp.float32(1))
 
 
 def to_integer(x: jax.Array, low: int, high: int) -> jax.Array:
-    """int8 codes in `[low, high]`; NaN, which integers do not have, becomes 0."""
+    """Round to int8 codes in `[low, high]`; NaN, which integers do not have, becomes 0."""
     codes = jnp.clip(jnp.round(x), low, high)
     return jnp.where(jnp.isnan(codes), jnp.float32(0), codes).astype(jnp.int8)
 
 
 def to_float(x: jax.Array, mantissa: int, exponent: int, nan: int) -> jax.Array:
-    """uint8 words of 8-bit floats, for float32 `x` within their range.
+    """Encode float32 `x` within the range of an 8-bit float as its uint8 words.
 
-    In integers, which XLA vectorizes; its conversions to 8-bit floats handle one number at a time.
-    A normal number is rounded by dropping low bits, after half of their range, less one, and the
-    last kept bit were added. A sub-normal counts multiples of one unit: float32 itself rounds to
-    them when the power of two whose last bit is worth that unit is added.
+    This computes in integers, which XLA vectorizes; XLA's own conversions to 8-bit floats handle
+    one number at a time. To round a normal number, add half the range of the low bits, less one,
+    and the last kept bit, then drop the low bits. A subnormal counts multiples of one unit: adding
+    the power of two whose last bit is worth that unit makes float32 itself round to them.
 
     Args:
       x: float32; at most the largest finite number.
@@ -123,24 +124,24 @@ def to_float(x: jax.Array, mantissa: int, exponent: int, nan: int) -> jax.Array:
 
 
 def to_e4m3(x: jax.Array) -> jax.Array:
-    """uint8 words of float32 `x`; NaN stays NaN."""
+    """Encode float32 `x` as uint8 words; NaN stays NaN."""
     return to_float(jnp.clip(x, -448, 448), 3, -6, 0x7F)
 
 
 def to_e5m2(x: jax.Array) -> jax.Array:
-    """uint8 words of float32 `x`, infinities saturating too; NaN stays NaN."""
+    """Encode float32 `x` as uint8 words; infinities saturate too, NaN stays NaN."""
     return to_float(jnp.clip(x, -57344, 57344), 2, -14, 0x7E)
 
 
 def to_e2m1(x: jax.Array) -> jax.Array:
-    """uint8 codes 0 to 15 of float32 `x`: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6; NaN is 0."""
+    """Encode float32 `x` as codes 0 to 15: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6; NaN is 0."""
     x = jnp.clip(x, -6, 6)
     word = to_float(x, 1, 0, 0)
     return (word & 7) | ((word >> 4) & 8)
 
 
 def from_e2m1(codes: jax.Array) -> jax.Array:
-    """bfloat16 numbers of codes 0 to 15, assembled from their bits."""
+    """Decode codes 0 to 15 to bfloat16, assembled from their bits."""
     codes = codes.astype(jnp.uint16)
     size = codes & 7
     # From 1 on the code is the exponent and mantissa of a bfloat16; 0.5 has no mantissa bit.
@@ -149,19 +150,19 @@ def from_e2m1(codes: jax.Array) -> jax.Array:
 
 
 def from_int4(codes: jax.Array) -> jax.Array:
-    """int8 numbers of two's complement codes 0 to 15."""
+    """Decode two's complement codes 0 to 15 to int8."""
     return bitcast(codes ^ 8, np.dtype(np.int8)) - jnp.int8(8)
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Bytes [..., D / 2] of codes [..., D], of which the low nibble is taken."""
-    # The barrier keeps XLA from computing codes at every other place, one at a time.
+    """Pack the low nibbles of codes [..., D] into bytes [..., D / 2]."""
+    # The barrier keeps XLA from computing every other code by itself, one at a time.
     pairs = jax.lax.optimization_barrier(bitcast(codes, np.dtype(np.uint8))) & 15
     pairs = pairs.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def unpack(words: jax.Array) -> jax.Array:
-    """Codes 0 to 15, [..., D], of bytes [..., D / 2]."""
+    """Unpack bytes [..., D / 2] into codes 0 to 15, [..., D]."""
     pairs = jnp.stack([words & 15, words >> 4], axis=-1)
     return pairs.reshape(*words.shape[:-1], 2 * words.shape[-1])

@@ -54,17 +54,17 @@ def kv_bytes_per_token(
     is_mla: bool = False,
     tensor_parallel: int = 1,
 ) -> int:
-    """Bytes of one token in one layer's KV cache.
+    """Return the bytes of one token in one layer's KV cache.
 
     Args:
       num_kv_heads: K, KV heads of the model; a rank keeps `max(1, K // tensor_parallel)`.
       head_dim: D, of keys; the latent's width with `is_mla`.
-      value_dim: V, of values. None: D. MLA has no values.
+      value_dim: V, of values; None for D. MLA has no values.
       dtype: a cache format (`jattn.Int4()`, say), a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2",
         "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and for values.
-        A scale per block is no token's, and not counted here: see `FullAttention.page_bytes`.
+        A scale per block belongs to no token and is not counted: see `FullAttention.page_bytes`.
       is_mla: one latent vector per token instead of keys and values per head, on every rank:
-        `num_kv_heads`, `value_dim` and `tensor_parallel` then change nothing.
+        `num_kv_heads`, `value_dim` and `tensor_parallel` then have no effect.
       tensor_parallel: ranks that share the heads.
 
     Raises: `ValueError` for a dtype, head count or head size that has no such layout.
@@ -95,12 +95,12 @@ def word_bytes_per_token(
     *,
     is_mla: bool = False,
 ) -> int:
-    """Bytes of one token's words, without scales and zero points."""
+    """Return the bytes of one token's words, without scales and zero points."""
     return num_kv_heads * sum(_word_bytes(_rows(head_dim, value_dim, dtype, is_mla)))
 
 
 def _word_bytes(rows: Sequence[tuple[int, str | Format]]) -> list[int]:
-    """Bytes of the words of one head's key, and of its value."""
+    """Return the bytes of the words of one head's key, and of its value."""
     return [
         dim * _CACHE_ITEM_BYTES[one] if isinstance(one, str) else one.word_bytes(dim)
         for dim, one in rows
@@ -115,9 +115,9 @@ def page_share_bytes(
     *,
     is_mla: bool = False,
 ) -> int:
-    """Bytes of the smallest share of a page with whole words of keys and values, in their ratio.
+    """Return the bytes of a page's smallest share with whole words of keys and values in ratio.
 
-    States in pages take a whole number of such shares.
+    States in pages occupy a whole number of these shares.
     """
     rows = _rows(head_dim, value_dim, dtype, is_mla)
     sizes = [num_kv_heads * size for size in _word_bytes(rows)]
@@ -129,7 +129,7 @@ def page_share_bytes(
 
 
 def scale_bytes_per_block(num_kv_heads: int, dtype: CacheDtype, *, is_mla: bool = False) -> int:
-    """Bytes of a block's scales, of formats with a scale per block and head."""
+    """Return the bytes of a block's scales, for formats with a scale per block and head."""
     stored = _pair(dtype)[: 1 if is_mla else 2]
     return 4 * num_kv_heads * sum(isinstance(x, Format) and x.per == "block" for x in stored)
 
@@ -142,7 +142,7 @@ def check_token_layout(
     dtype: CacheDtype,
     is_mla: bool,
 ) -> bool:
-    """Note every argument that `kv_bytes_per_token` cannot take; whether there was none."""
+    """Note every argument that `kv_bytes_per_token` cannot accept; return whether all are good."""
     good = require_int(problems, "num_kv_heads", num_kv_heads, 1)
     sized = require_int(problems, "head_dim", head_dim, 1)
     if value_dim is not None:
@@ -176,7 +176,7 @@ def _pair(dtype: CacheDtype) -> tuple[str | Format, ...]:
 def _rows(
     head_dim: int, value_dim: int | None, dtype: CacheDtype, is_mla: bool
 ) -> list[tuple[int, str | Format]]:
-    """`(dim, dtype)` of a head's row of keys and of values; of MLA's one row."""
+    """Return `(dim, dtype)` of a head's row of keys and of values, or of MLA's one row."""
     dims = (head_dim,) if is_mla else (head_dim, head_dim if value_dim is None else value_dim)
     return [
         (dim, _FORMATS.get(one, one) if isinstance(one, str) else one)

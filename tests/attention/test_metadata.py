@@ -217,7 +217,10 @@ def test_pad_to_refuses():
         (changed(query_start_loc={1: 3, 2: 2}), ["query_start_loc[2]: below the entry before it"]),
         (changed(query_start_loc={3: 8}), ["query_start_loc[-1]: 8", "at most the 7 tokens"]),
         (changed(seq_lens={2: 4}), ["seq_lens[2]: 4, but must be at least its 5 query tokens"]),
-        (changed(seq_lens={1: 13}), ["seq_lens[1]: 13", "at most 12, what its table row of 3"]),
+        (
+            changed(seq_lens={1: 13}),
+            ["seq_lens[1]: 13", "at most 12, the capacity of its table row of 3"],
+        ),
         (changed(seq_lens={1: -2}), ["seq_lens[1]: -2"]),
         (changed(slot_mapping={0: 5}), ["slot_mapping: writing slots [5] more than once"]),
         (changed(slot_mapping={0: 0, 1: 0}), ["slot_mapping: writing slots [0] more than once"]),

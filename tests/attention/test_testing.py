@@ -29,7 +29,7 @@ def test_writing_in_place_passes():
 
 
 def test_pools_that_are_not_donated_are_copies():
-    with pytest.raises(AssertionError, match="bytes of outputs that continue no donated input"):
+    with pytest.raises(AssertionError, match="bytes of outputs that reuse no donated input"):
         testing.assert_nothing_pool_sized(compiled(write, POOL, POOL, NEW, SLOTS), POOL)
 
 
