@@ -48,8 +48,8 @@ class Need:
     """A kernel's requirement of a machine or its packages.
 
     Attributes:
-      text: in words for the table.
-      lacks: asked when a call is checked: what of it is missing here, each with what to do, or ().
+      text: its description for the table.
+      lacks: returns what this machine lacks of it, each with what to do; called to check a call.
     """
 
     text: str
@@ -72,14 +72,14 @@ class Row:
       automatic: whether `implementation=None` may choose it.
       differentiable: whether gradients flow to query and plain caches.
       requirements: what it needs beyond its devices and the core dependencies.
-      refuses: asked when a call is checked: what of it this machine cannot do, though the kernels
-        could, or what does not go together.
-      prefers_others: asked where `implementation` is None: reasons to leave the call to another row
-        that should be faster.
-      may_hang: whether its warps wait for each other, so that a mistake may never end.
+      refuses: returns what of a call this machine cannot do, although the kernels could, and what
+        cannot be combined.
+      prefers_others: returns reasons to leave a call to another row that should be faster; called
+        if `implementation` is None.
+      may_hang: whether its warps wait for each other, so that a mistake could hang.
       results: the file under benchmarks/results that shows that the test matrix passed on the
-        hardware it is for; None while there is none, or where any machine runs the tests.
-      newer: layouts, options and formats that came after `results`.
+        row's hardware; None if there is none yet, or if any machine can run the tests.
+      newer: layouts, options and formats that were added after `results`.
     """
 
     implementation: str
@@ -106,24 +106,24 @@ class Row:
         return self.devices == ("gpu",) and (self.results is None or bool(self._newer(call)))
 
     def _newer(self, call: calls.Call) -> list[str]:
-        """What of a call came after `results`."""
+        """What a call uses that was added after `results`."""
         has = {call.kv_layout, *call.options, call.key_format.name, call.value_format.name}
         return sorted(has & {*self.newer})
 
     @property
     def needs(self) -> str:
-        """Its requirements in words for the table."""
+        """A description of its requirements for the table."""
         return ", ".join(need.text for need in self.requirements) or "nothing"
 
     def missing(self) -> tuple[str, ...]:
-        """Requirements that the current machine does not meet, in words."""
+        """Describe the requirements that the current machine does not meet."""
         here, found = device.platform(), []
         if "any" not in self.devices and here not in self.devices:
             found.append(f"it runs on {', '.join(self.devices)}, and this is {here}")
         return (*found, *(reason for need in self.requirements for reason in need.lacks()))
 
     def refusals(self, call: calls.Call) -> list[str]:
-        """Every reason why this implementation cannot run `call`; empty if it can."""
+        """Return every reason why this implementation cannot run `call`; empty if it can."""
         reasons = [*self.missing(), *self.refuses(call)]
         for name, size, sizes in (
             ("head size D", call.head_dim, self.head_dims),
@@ -147,7 +147,7 @@ class Row:
         return reasons
 
     def automatic_refusals(self, call: calls.Call) -> list[str]:
-        """Every reason why `implementation=None` does not take it for `call`."""
+        """Return every reason why `implementation=None` does not choose it for `call`."""
         reasons = self.refusals(call)
         if not reasons:
             reasons += self.prefers_others(call)
@@ -166,10 +166,10 @@ FP8_FORMATS = tuple(formats.Fp8(kind).name for kind in formats.Fp8.kinds)
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The rows as a Markdown table, a column for each, and below it what they are and need."""
+    """Return the rows as a Markdown table, one column each, then what each is and needs."""
 
     def names(all_of: Collection[str], some: tuple[str, ...], **words: Collection[str]) -> str:
-        """The names, with a word in the place of those that it stands for."""
+        """Join the names, with a word replacing the names that it stands for."""
         if set(some) == set(all_of):
             return "all"
         left = dict.fromkeys(some)

@@ -1,4 +1,4 @@
-"""Collecting what is wrong with a call, so that one error tells all of it.
+"""Collect everything that is wrong with a call, so that one error reports it all.
 
 A wrong argument raises `ValueError` before any work, naming the argument, what it is and what
 it must be. Every mismatch is reported at once, so that one edit fixes the call.
@@ -50,15 +50,15 @@ def checking(where: str) -> Iterator[Problems]:
     problems.raise_if_any()
 
 
-# A list given for an array would make megabytes of text.
+# A list passed instead of an array could make megabytes of text.
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
 
 def numpy_dtype(x: object) -> np.dtype | None:
-    """The dtype of an array-like object; None for all else, and for a dtype NumPy does not know.
+    """Return the dtype of an array-like object; None for other objects and unknown dtypes.
 
-    NumPy's scalar types have neither of their own.
+    A class such as `np.float32` has both attributes too, but is no array.
     """
     if isinstance(x, type) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return None
@@ -69,7 +69,7 @@ def numpy_dtype(x: object) -> np.dtype | None:
 
 
 def describe(x: object) -> str:
-    """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
+    """Describe a value for an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
     dtype = numpy_dtype(x)
     if isinstance(x, np.generic):
         return f"numpy.{type(x).__name__} {x}"

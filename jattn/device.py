@@ -1,4 +1,4 @@
-"""The machine that a call runs on. Nothing here starts a backend until it is asked."""
+"""The machine that a call runs on. Only `platform` starts a backend."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 
 
 def default() -> jax.Device | str | None:
-    """The value of `jax.default_device`: a device, the name of a platform, or None."""
+    """Return the value of `jax.default_device`: a device, the name of a platform, or None."""
     config: Any = jax.config
     return config.jax_default_device
 
 
 def platform() -> str:
-    """The current platform: "cpu", "gpu" or "tpu". Starts JAX's backend."""
+    """Return the current platform: "cpu", "gpu" or "tpu". Starts JAX's backend."""
     given = default()
     if given is None:
         name = jax.default_backend()

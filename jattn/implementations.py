@@ -35,14 +35,14 @@ class Implementation:
 
 
 def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    # Imported when first run: an older JAX lacks what it names.
+    # Imported on first use: an older JAX lacks names that it imports.
     from jattn.pallas.mosaic_gpu import launch as mosaic_launch
 
     return mosaic_launch.run(call, operands)
 
 
 def _transformed(run: calls.Run) -> calls.Run:
-    """A GPU implementation under JAX's transformations; gradients are the XLA path's."""
+    """Let JAX's transformations apply to a GPU implementation, with the XLA path's gradients."""
     return gradient.differentiable(transforms.of(run))
 
 
@@ -60,7 +60,7 @@ ROWS = tuple(one.row for one in BY_NAME.values())
 
 
 def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The implementations a call may take, in order.
+    """Return the implementations a call may take, in order of preference.
 
     Raises:
       ValueError: an unknown name.
@@ -85,7 +85,7 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 def refusals(
     call: calls.Call, implementation: str | Sequence[str] | None
 ) -> Iterator[tuple[str, list[str]]]:
-    """The implementations a call may take, in order, each with every reason why it is not taken.
+    """Yield the implementations a call may take, in order, with all reasons not to take each.
 
     Raises:
       ValueError: an unknown name.
@@ -96,11 +96,11 @@ def refusals(
 
 
 def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Implementation:
-    """The first of the wanted implementations that can run `call`.
+    """Return the first of the requested implementations that can run `call`.
 
     Raises:
       ValueError: an unknown name.
-      UnsupportedError: none of them can; with every reason of each.
+      UnsupportedError: none of them can; lists every reason of each.
     """
     refused = {}
     for name, reasons in refusals(call, implementation):

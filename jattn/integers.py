@@ -15,7 +15,7 @@ from jattn.checks import Problems
 
 INT32_MAX = 2**31 - 1
 
-# As many tokens or tiles as no sequence has; sums with positions stay in int32.
+# More tokens or tiles than any sequence has; sums with positions still fit int32.
 NO_LIMIT = 2**30
 
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray, jax.Array)
@@ -24,27 +24,27 @@ R = TypeVar("R")
 
 
 def ceil_div(a: IntOrArray, b: int) -> IntOrArray:
-    """The least integer not below `a / b`; of an array of signed integers, for each of them."""
+    """Return `a / b` rounded up; `a` may be an array of signed integers."""
     return -(-a // b)
 
 
 def round_up(value: IntOrArray, multiple: int) -> IntOrArray:
-    """The least multiple of `multiple` not below `value`."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return multiple * ceil_div(value, multiple)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least `n`."""
+    """Return the least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def python_int(x: Any) -> Any:
-    """NumPy's integers as Python's, which never overflow; all else unchanged."""
+    """Convert a NumPy integer to a Python one, which never overflows; keep anything else."""
     return int(x) if isinstance(x, np.integer) else x
 
 
 def with_python_ints(f: Callable[P, R]) -> Callable[P, R]:
-    """`f` for callers whose sizes may be NumPy's integers: it gets Python's."""
+    """Wrap `f` so that NumPy integers among its arguments become Python ones."""
 
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,7 +55,7 @@ def with_python_ints(f: Callable[P, R]) -> Callable[P, R]:
 
 
 def keep_python_ints(record: object) -> None:
-    """Make NumPy's integers in the fields of a frozen dataclass, a `record`, Python's."""
+    """Convert NumPy integers in the fields of a frozen dataclass to Python ones."""
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         x = getattr(record, field.name)
         if isinstance(x, np.integer):
@@ -77,7 +77,7 @@ def require_int(problems: Problems, argument: str, value: object, at_least: int)
 
 
 def require_ints(problems: Problems, at_least: int, **values: object) -> bool:
-    """`require_int` of several arguments, by name; whether all of them are good."""
+    """Apply `require_int` to several arguments by name; return whether all are good."""
     good = [require_int(problems, name, value, at_least) for name, value in values.items()]
     return all(good)
 
@@ -97,7 +97,7 @@ def require_int32_values(problems: Problems, argument: str, values: np.ndarray) 
 
 
 def max_blocks(block_size: int, num_layers: int = 1) -> int:
-    """The most blocks a pool may have, so that int32 can number the slots of all its layers."""
+    """Return the most blocks for which int32 can number the slots of all layers of a pool."""
     return INT32_MAX // (block_size * num_layers)
 
 

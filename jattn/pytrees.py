@@ -1,4 +1,4 @@
-"""Dataclasses that are pytrees of arrays: their registration, and when two of them are equal."""
+"""Register dataclasses as pytrees of arrays, and compare them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 def register(*statics: type) -> Callable[[type[T]], type[T]]:
     """Register a dataclass as a pytree; fields with `metadata={"static": True}` are static.
 
-    Two are equal that have the same static fields and the same bits; `==` waits for the device.
-    Unflattening checks nothing: transformations unflatten with stand-ins and with extra axes.
+    Two are equal if they have the same static fields and the same bits; `==` waits for the device.
+    Unflattening skips their checks, because JAX unflattens with placeholders and extra axes.
 
     Args:
       statics: the dataclasses that its static fields may hold, for `jax.export`.
@@ -26,7 +26,7 @@ def register(*statics: type) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         def equal_to(self: T, other: object) -> bool:
-            """Whether both have the same static fields and the same bits. Waits for the device."""
+            """Return whether static fields and bits are the same. Waits for the device."""
             return equal(self, other) if isinstance(other, cls) else NotImplemented
 
         cls.__eq__ = equal_to  # type: ignore[assignment]
@@ -42,7 +42,7 @@ def register(*statics: type) -> Callable[[type[T]], type[T]]:
 
 
 def _register_without_checks(cls: type[T]) -> None:
-    """`jax.tree_util.register_dataclass`, whose unflattening does not call `__post_init__`."""
+    """Register like `jax.tree_util.register_dataclass`, but unflatten without `__post_init__`."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     arrays = [f.name for f in fields if not f.metadata.get("static")]
     static = [f.name for f in fields if f.metadata.get("static")]
@@ -66,20 +66,20 @@ def _register_without_checks(cls: type[T]) -> None:
 
 
 def equal(ours: object, theirs: object) -> bool:
-    """Whether two pytrees have one structure, static parts included, and the same leaves.
+    """Return whether two pytrees have the same structure, static parts included, and leaves.
 
-    Arrays are the same where dtype, shape and every bit are, NaN included; shapes without numbers,
-    `jax.ShapeDtypeStruct`, where dtype and shape are. Waits for the device.
+    Arrays are the same if their dtype, shape and every bit are, NaN included, and shapes without
+    numbers (`jax.ShapeDtypeStruct`) if their dtype and shape are. Waits for the device.
     """
     leaves, here = jax.tree.flatten(ours)
     others, there = jax.tree.flatten(theirs)
-    trees: list[object] = [here, there]  # jax types no comparison of their definitions
+    trees: list[object] = [here, there]  # JAX has no types for comparing tree definitions
     return bool(trees[0] == trees[1]) and all(map(_same, leaves, others))
 
 
 def _same(ours: object, theirs: object) -> bool:
     if checks.numpy_dtype(ours) is None or checks.numpy_dtype(theirs) is None:
-        return bool(ours == theirs)  # a PartitionSpec, a stand-in
+        return bool(ours == theirs)  # a PartitionSpec, a placeholder
     structs = [isinstance(x, jax.ShapeDtypeStruct) for x in (ours, theirs)]
     if any(structs):  # described by dtype and shape
         return all(structs) and checks.describe(ours) == checks.describe(theirs)

@@ -1,8 +1,8 @@
 """The static parts of pytrees as JSON, so that `jax.export` can save functions that take them.
 
 A static part is a number, a string, a bool, None, a tuple of static parts, or a frozen dataclass of
-them that was registered; NumPy's numbers are saved as Python's. A saved function is read by the
-version that wrote it: a field or a class that is not known is an error.
+them that was registered; NumPy numbers are saved as Python ones. Load a saved function with the
+version that saved it: an unknown field or class is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def register(pytree: type, *statics: type) -> None:
 
     Args:
       pytree: a registered pytree class.
-      statics: the dataclasses that its static part may have.
+      statics: the dataclasses that its static part may contain.
     """
     register_statics(statics)
     export.register_pytree_node_serialization(
@@ -34,7 +34,7 @@ def register(pytree: type, *statics: type) -> None:
 
 
 def register_statics(classes: Iterable[type]) -> None:
-    """Let static parts of registered pytrees have these dataclasses."""
+    """Let static parts of registered pytrees contain these dataclasses."""
     _CLASSES.update({cls.__name__: cls for cls in classes})
 
 

@@ -316,7 +316,7 @@ def paged_attention(
       What `jattn.paged_attention` returns, split over its heads.
 
     Raises:
-      ValueError: as `jattn.paged_attention` and `cache_specs`; H is not a multiple of the axis size.
+      ValueError: as `jattn.paged_attention` and `cache_specs`; H is no multiple of the axis size.
       UnsupportedError: as `jattn.paged_attention`.
 
     Example:

@@ -1,9 +1,10 @@
 """Mesh axes recorded in array types: those an array varies over, and explicit ones that split it.
 
-Under `jax.shard_map` a loop's carry must vary over the mesh as what the loop adds to it does: a new
-array of zeros varies over no axis; an argument over those it is split along. On a mesh with
-explicit axes, as `jax.make_mesh` makes them, every operation has to say how its result is split:
-the XLA path leaves that to XLA, and says it of the results. Elsewhere there is nothing to do.
+Under `jax.shard_map` a loop's carry must vary over the same mesh axes as what the loop adds to it.
+A new array of zeros varies over no axis, an argument over those it is split along. On a mesh with
+explicit axes, as `jax.make_mesh` makes them, every operation must say how its result is split: the
+XLA path leaves that to XLA and only says how the final results are split. Elsewhere these functions
+change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tree = typing.TypeVar("Tree")
 
 
 def as_varying(tree: Tree, like: object) -> Tree:
-    """`tree` with every array varying over all axes that some array of `like` varies over."""
+    """Make every array of `tree` vary over all axes that any array of `like` varies over."""
     axes = axes_of(like)
 
     def cast(x: jax.Array) -> jax.Array:
@@ -31,12 +32,12 @@ def as_varying(tree: Tree, like: object) -> Tree:
 
 
 def axes_of(tree: object) -> frozenset[Any]:
-    """The axes over which some array of `tree` varies."""
+    """Return the axes over which any array of `tree` varies."""
     return frozenset[Any]().union(*map(_axes, jax.tree.leaves(tree)))
 
 
 def as_cotangent(grad: jax.Array | None, primal: object) -> jax.Array | None:
-    """`grad` varying over the axes of `primal`: summed over those it was computed apart on."""
+    """Make `grad` vary over the axes of `primal` only: sum it over the others."""
     if grad is None or primal is None:
         return grad
     extra = tuple(sorted(_axes(grad) - _axes(primal)))
@@ -51,7 +52,7 @@ def _axes(x: object) -> frozenset[Any]:
 
 
 def explicit_mesh(tree: object) -> AbstractMesh | None:
-    """The mesh of the arrays' types, where its axes are explicit and some array is split."""
+    """Return the mesh of the arrays' types if it has explicit axes and splits an array."""
     for x in jax.tree.leaves(tree):
         sharding: Any = jax.typeof(x).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
@@ -60,14 +61,14 @@ def explicit_mesh(tree: object) -> AbstractMesh | None:
 
 
 def axes_along(x: jax.Array, ndim: int) -> PartitionSpec:
-    """The explicit axes along which `x` is split, for an array that shares its first axes."""
+    """Return the spec of `x` for an array of `ndim` axes that shares the first axes of `x`."""
     sharding: Any = jax.typeof(x).sharding
     spec = (*sharding.spec, *(None,) * ndim)
     return PartitionSpec(*spec[: min(ndim, x.ndim)])
 
 
 def on_automatic_axes(f: Callable[..., Tree], tree: object, specs: object) -> Tree:
-    """`f(tree)`, where XLA splits what `f` computes and only the results' `specs` are given.
+    """Call `f(tree)`, letting XLA split what it computes; only the results have given `specs`.
 
     Args:
       f: any function of arrays.

@@ -1,4 +1,4 @@
-"""A call of `paged_attention`, taken apart: its arguments, static description, arrays, checks."""
+"""The parts of a `paged_attention` call: its arguments, static description, arrays and checks."""
 
 from jattn.call.arguments import (
     CORE_OPTIONS,

@@ -1,7 +1,7 @@
-"""The arguments of `paged_attention` as a record, what kind each is, and the names of its options.
+"""The arguments of `paged_attention` as a record, the kind of each, and the names of its options.
 
-A call is taken apart once: `Arguments` holds what was given, `Call` (`jattn.call.call`) its checked
-static description, `Operands` its arrays.
+Each call is taken apart once: `Arguments` holds what the caller gave, `Call` (`jattn.call.call`)
+the checked static description, `Operands` the arrays.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OPTIONS = (*CORE_OPTIONS, *MASK_OPTIONS, "sinks_per_token", "value_dim")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a keyword argument is: an array inside a program, whose values compile nothing.
+    """The kind of a keyword argument: unless static, it is an array whose values are dynamic.
 
     Attributes:
-      dtype: of its operand; None for what is static.
-      number: whether a Python number will do: it becomes an array.
+      dtype: the dtype of its operand; None if it is static.
+      number: whether it may be a Python number, which becomes an array.
       positive: whether the number must be above 0.
       query_heads: which axis counts query heads, from the end; 0 for none.
       per_kv_head: whether an array with one axis has a number for every KV head.
@@ -104,7 +104,7 @@ KINDS = {
 }
 
 Array = jax.Array | np.ndarray
-# Where nothing is computed: `jattn.explain`.
+# For `jattn.explain`, which computes nothing.
 ArrayOrStruct = Array | jax.ShapeDtypeStruct
 # Scalars of Python and NumPy, and 0-d arrays; `k_scale` and `v_scale` may be [K].
 Number = float | np.floating[typing.Any] | np.integer[typing.Any] | Array
@@ -135,7 +135,7 @@ class _Options(typing.TypedDict, typing.Generic[A], total=False):
 
 
 class Options(_Options[A], typing.Generic[A], total=False):
-    """Keyword arguments of `paged_attention`, but for the batch and `return_lse`."""
+    """Keyword arguments of `paged_attention`, except the batch and `return_lse`."""
 
     sliding_window: Integer | A | None
     alibi_slopes: A | None
@@ -147,7 +147,7 @@ class Options(_Options[A], typing.Generic[A], total=False):
 
 
 class CallOptions(Options[A], Batch[A], typing.Generic[A]):
-    """Keyword arguments of `paged_attention`, but for `return_lse`."""
+    """Keyword arguments of `paged_attention`, except `return_lse`."""
 
 
 class CascadeOptions(_Options[A], Batch[A], typing.Generic[A]):
@@ -156,7 +156,7 @@ class CascadeOptions(_Options[A], Batch[A], typing.Generic[A]):
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(typing.Generic[A]):
-    """The arguments of one call of `paged_attention`, as given; it documents them."""
+    """The arguments of one call of `paged_attention`, which documents them, as given."""
 
     query: A
     key_cache: formats.Cache | jax.ShapeDtypeStruct
@@ -187,7 +187,7 @@ class Arguments(typing.Generic[A]):
 
     @property
     def static_causal(self) -> bool | None:
-        """`is_causal` where it is a bool, None where an array says so per sequence."""
+        """`is_causal` if it is a bool; None if an array says so per sequence."""
         return bool(self.is_causal) if arrays.is_bool(self.is_causal) else None
 
     @property
@@ -212,7 +212,7 @@ class Arguments(typing.Generic[A]):
             "sinks": self.sinks is not None and len(sinks) == 1,
             "sinks_per_token": self.sinks is not None and len(sinks) == 2,
             "k_scale": k_scale,
-            # Values that are part of the keys are scaled as they are.
+            # Values that are part of the keys have their scale.
             "v_scale": k_scale if self.values_in_keys else v_scale,
             "return_lse": self.return_lse,
         }

@@ -1,4 +1,4 @@
-"""Checks of one argument each: arrays by dtype and shape, numbers that may be 0-d arrays."""
+"""Checks of single arguments: arrays by dtype and shape, and numbers that may be 0-d arrays."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ class Shaped(typing.Protocol):
 
 
 def is_array(x: object) -> TypeGuard[Shaped]:
-    """Whether `x` has a shape and a dtype that NumPy knows, as another library's tensor has not."""
+    """Whether `x` has a shape and a dtype that NumPy knows, unlike another library's tensor."""
     return checks.numpy_dtype(x) is not None
 
 
 def check_given(where: str, arguments: Mapping[str, object]) -> None:
-    """Refuse arrays by name that no check of shapes and dtypes can judge.
+    """Refuse arrays that the checks of shapes and dtypes cannot handle.
 
     Args:
       where: the function that was called, for the message.
-      arguments: by name; `None`s, numbers and all else that is no array pass.
+      arguments: by name; anything that is not an array passes, such as None or a number.
 
     Raises:
-      ValueError: a symbolic shape (`jax.export.symbolic_shape`), or an array of NumPy in another
-        byte order.
+      ValueError: a shape is symbolic (`jax.export.symbolic_shape`), or a NumPy array has another
+        byte order than the machine.
     """
     with checks.checking(where) as problems:
         for name, x in _parts(arguments):
             shape = getattr(x, "shape", ())
             if isinstance(shape, tuple) and not all(isinstance(size, int) for size in shape):
-                must = "of a shape of numbers: a program is compiled for each"
+                must = "of a concrete shape: each shape compiles a program"
                 problems.require(False, name, f"of the symbolic shape {list(shape)}", must)
             elif isinstance(x, np.ndarray) and not x.dtype.isnative:
                 problems.require(False, name, f"of byte order {x.dtype.str!r}", "native")
 
 
 def check_numbers(where: str, arguments: Mapping[str, object]) -> None:
-    """Refuse by name what is only a shape, where numbers are needed.
+    """Refuse arguments that are only shapes where numbers are needed.
 
     Args:
-      where, arguments: as `check_given`.
+      where, arguments: as in `check_given`.
 
     Raises:
-      ValueError: a `jax.ShapeDtypeStruct`.
+      ValueError: an argument is a `jax.ShapeDtypeStruct`.
     """
     with checks.checking(where) as problems:
         for name, x in _parts(arguments):
@@ -72,7 +72,7 @@ def check_numbers(where: str, arguments: Mapping[str, object]) -> None:
 
 
 def _parts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The arguments by name, and of caches their arrays."""
+    """Yield the arguments by name; of a cache, its arrays."""
     for name, x in arguments.items():
         if isinstance(x, formats.KVArray | formats.KVRows):
             for field in ("data", "scale", "zero", "group_scale"):
@@ -84,7 +84,7 @@ def _parts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def check_last_axis_is_whole(problems: checks.Problems, name: str, words: object) -> None:
-    """No mesh axis splits the last axis of a pool, where its sharding can be seen."""
+    """Check that no mesh axis splits the last axis of a pool, if its sharding can be seen."""
     sharding = getattr(words, "sharding", None)
     last = len(shape_of(words)) - 1
     if not isinstance(sharding, jax.sharding.NamedSharding) or not 0 <= last < len(sharding.spec):
@@ -96,7 +96,7 @@ def check_last_axis_is_whole(problems: checks.Problems, name: str, words: object
         not axes,
         name,
         f"split over its last axis along {axes}",
-        "whole there: XLA would gather the pool in every call (jattn.sharding splits KV heads)",
+        "unsplit there: XLA would gather the pool in every call (jattn.sharding splits KV heads)",
     )
 
 
@@ -106,7 +106,7 @@ def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
 
 
 def shape_of(x: object) -> tuple[int, ...]:
-    """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list; () of a ragged one."""
+    """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list; () if ragged."""
     if hasattr(x, "shape"):
         return tuple(x.shape)
     try:
@@ -118,7 +118,7 @@ def shape_of(x: object) -> tuple[int, ...]:
 def dtype_of(x: object) -> np.dtype:
     """The dtype JAX would give `x`: int32 for NumPy's int64 unless 64-bit types are enabled.
 
-    That of objects where NumPy knows none.
+    The dtype of objects if NumPy does not know it.
     """
     dtype = checks.numpy_dtype(x) if hasattr(x, "dtype") else np.asarray(x).dtype
     return np.dtype(object) if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -146,7 +146,7 @@ def axis_is(axis: str, size: int | None) -> str:
 def check_int32(
     problems: checks.Problems, name: str, x: object, shape: Shape, axes: tuple[str, ...]
 ) -> bool:
-    """int32 of `shape`, whose axes have names; a None in it stands for any length."""
+    """Check for int32 of `shape`, with these axis names; a None in it stands for any length."""
     if isinstance(x, np.ndarray) and x.dtype.kind == "i":
         if not integers.require_int32_values(problems, name, x):
             return False
@@ -159,7 +159,7 @@ def check_int32(
 
 
 def check_float(problems: checks.Problems, name: str, x: object, above: float = -math.inf) -> None:
-    """None, a number that is finite and above a bound as float32, or a 0-d float array."""
+    """Check for None, a finite number above a bound in float32, or a 0-d float array."""
     ok = x is None or isinstance(x, numbers.Real) or matches(x, jnp.floating, ())
     ok = ok and not is_bool(x)
     if ok and (known := rounding.as_float32(x)) is not None:
@@ -169,7 +169,7 @@ def check_float(problems: checks.Problems, name: str, x: object, above: float = 
 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
-    """None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
+    """Check for None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
     known = x
     if isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "iu":
         known = int(x)

@@ -1,8 +1,8 @@
 """`jax.vmap` of an implementation that takes one call at a time.
 
-The calls of a batch run one after another. Where each has its own pools, these stay where they are,
-as a custom call would get a copy of a slice: the pools of the batch become one, whose blocks follow
-each other,
+The calls of a batch run one after another. If each has its own pools, they are not sliced, because
+a custom call would get a copy of the slice. Instead the pools of the batch become one pool, with
+their blocks one after another:
 
     [A, N, ...] is [A N, ...]        call a reads block a N + id
 """
@@ -22,15 +22,15 @@ from jattn import integers
 from jattn.call.call import Call, Operands, Run
 
 Results = tuple[jax.Array, jax.Array]
-POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")  # all of N blocks
+POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")  # each has N blocks
 
 
 def one_by_one(attend: Run) -> Run:
-    """`attend(call, operands)` with a rule for `jax.vmap`.
+    """Give `attend(call, operands)` a rule for `jax.vmap`.
 
-    Pools are copied only where keys have a batch and values have none or the other way round, where
-    an explicit mesh splits a batch of pools or their blocks, and where a batch of pools has more
-    slots than int32 can number.
+    Pools are copied only if keys have a batch axis and values do not, or the other way round, if an
+    explicit mesh splits a batch of pools or their blocks, or if a batch of pools has more slots
+    than int32 can number.
     """
 
     @functools.lru_cache(maxsize=1024)
@@ -80,7 +80,7 @@ def _join(pools: jax.Array) -> jax.Array:
 
 
 def _can_join(call: Call, size: int, is_batched: dict[str, Any], pools: dict[str, Any]) -> bool:
-    """Whether every pool has the batch, and all of a batch can become one."""
+    """Whether every pool has the batch axis, and the pools of a batch can become one."""
 
     def is_whole(x: jax.Array) -> bool:  # along its first two axes
         sharding: Any = jax.typeof(x).sharding

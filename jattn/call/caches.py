@@ -16,7 +16,7 @@ from jattn.call.kv_rows import check_rows
 from jattn.formats import rounding
 from jattn.formats.kv_array import LAYOUTS
 
-# A cache, or its shape where nothing is computed: `jattn.explain`.
+# A cache, or its shape for `jattn.explain`, which computes nothing.
 Given = formats.Cache | jax.ShapeDtypeStruct
 
 
@@ -31,17 +31,17 @@ class Caches(typing.NamedTuple):
     block_size: int  # S
     head_dim: int  # D
     value_dim: int  # V
-    rows: formats.Rows | None = None  # where in one array of both they lie
+    rows: formats.Rows | None = None  # where keys and values are in one array of both
 
 
 def check_layout(problems: checks.Problems, kv_layout: object) -> bool:
-    """One of `LAYOUTS`."""
+    """Check that the layout is one of `LAYOUTS`."""
     known = kv_layout in LAYOUTS
     return problems.require(known, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
 
 
 def layout_of(*caches: Given | None, kv_layout: str | None = None) -> str:
-    """The layout of a pair of caches: what a `KVArray` says, else what was given, else "HND"."""
+    """Return the layout of a pair of caches: a `KVArray`'s, else the one given, else "HND"."""
     stated = [cache.kv_layout for cache in caches if isinstance(cache, formats.KVArray)]
     return stated[0] if stated else kv_layout or "HND"
 
@@ -49,7 +49,7 @@ def layout_of(*caches: Given | None, kv_layout: str | None = None) -> str:
 def _check_layouts(
     problems: checks.Problems, named: list[tuple[str, Given | None]], kv_layout: str | None
 ) -> bool:
-    """A layout that is known, and that every `KVArray` has."""
+    """Check that the layout is known and that every `KVArray` has it."""
     layout = layout_of(*(cache for _, cache in named), kv_layout=kv_layout)
     good = kv_layout is None or check_layout(problems, kv_layout)
     for name, cache in named:
@@ -70,7 +70,7 @@ def _check_layouts(
 def check_cache(
     problems: checks.Problems, name: str, cache: Given, kv_layout: str
 ) -> formats.Format | None:
-    """Check a cache of keys or values on its own; its format, or None where anything is wrong."""
+    """Check a cache of keys or values by itself; return its format, or None if it is wrong."""
     arrays.check_last_axis_is_whole(
         problems, name, cache.data if isinstance(cache, formats.KVArray) else cache
     )
@@ -100,10 +100,10 @@ def check_cache(
     must = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or a jattn.KVArray"
     if np.dtype(cache.dtype).itemsize == 1:
         must = (
-            "told apart: one-byte words may be fp8 or int8 (one number a byte), int4 or NVFP4 (two "
-            "numbers a byte). Wrap them with their scales: jattn.KVArray(data, scale, "
-            "jattn.Fp8('e4m3' or 'e5m2')), jattn.Int8() or jattn.Int4() with a scale per token and "
-            "head, or jattn.Nvfp4() with group_scale="
+            "a jattn.KVArray: one-byte words may be fp8 or int8 (one number a byte), int4 or NVFP4 "
+            "(two numbers a byte), and its format says which. Wrap them with their scales: "
+            "jattn.KVArray(data, scale, jattn.Fp8('e4m3' or 'e5m2')), jattn.Int8() or jattn.Int4() "
+            "with a scale per token and head, or jattn.Nvfp4() with group_scale="
         )
     problems.expect(found is not None, name, cache, must)
     return found
@@ -112,7 +112,7 @@ def check_cache(
 def _check_quant_params(
     problems: checks.Problems, name: str, cache: formats.KVArray, kv_layout: str
 ) -> bool:
-    """Check scales and zeros against the words: nothing missing, nothing too much, every shape."""
+    """Check scales and zeros against the words: none missing, none too many, all shapes right."""
     format, words = cache.format, arrays.shape_of(cache.data)
     if len(words) != 4 or kv_layout not in LAYOUTS:
         return True  # reported elsewhere
@@ -145,10 +145,10 @@ def check_caches(
     value_cache: Given | None,
     kv_layout: str | None,
 ) -> Caches | None:
-    """Check a pair of caches; None where anything is wrong.
+    """Check a pair of caches; return None if anything is wrong.
 
-    A value cache of None stands for keys that hold their values: V is then D. A layout of None is
-    the caches' own, HND for plain arrays.
+    A value cache of None means that keys hold their values: V is then D. A layout of None means the
+    caches' own, HND for plain arrays.
     """
     if isinstance(key_cache, formats.KVRows):
         return _check_one_array(problems, key_cache, value_cache, kv_layout)
@@ -200,12 +200,12 @@ def _check_one_array(
     value_cache: Given | None,
     kv_layout: str | None,
 ) -> Caches | None:
-    """`check_caches` of keys and values side by side."""
+    """`check_caches` for keys and values side by side."""
     problems.expect(
         kv_layout in (None, "NHD"),
         "kv_layout",
         kv_layout,
-        "None or 'NHD': a jattn.KVRows has the heads of a token together",
+        "None or 'NHD': a jattn.KVRows keeps the heads of a token together",
     )
     format = check_rows(problems, "key_cache", cache, value_cache)
     if format is None:
@@ -225,7 +225,7 @@ def check_scale(
 ) -> None:
     """Check `k_scale` or `v_scale`: a number or an array [] or [K], and not given twice.
 
-    With `num_kv_heads` None, where the caches do not say K, any length will do.
+    With `num_kv_heads` None, because the caches do not say K, any length is accepted.
     """
     if scale is None:
         return
@@ -245,21 +245,21 @@ def check_scale(
 
 
 def stored_scale(cache: Given | None) -> jax.Array | None:
-    """The scale [] or [K] that a cache carries; None where it has none, or others."""
+    """Return the scale [] or [K] that a cache carries; None if it has none or another kind."""
     if isinstance(cache, formats.KVArray) and getattr(cache.format, "takes_scale", False):
         return cache.scale
     return None
 
 
 def quant_params(cache: Given) -> formats.QuantParams[jax.Array]:
-    """The scales and zeros of a cache that are as long as the pool."""
+    """Return the scales and zeros of a cache that grow with the pool."""
     return cache.quant_params if isinstance(cache, formats.KVArray) else formats.QuantParams()
 
 
 def per_head_scale(
     scale: ArrayLike | None, cache: Given | None, num_kv_heads: int
 ) -> jax.Array | None:
-    """`scale` or the cache's own as float32 [K], or None for 1."""
+    """Return `scale`, or the cache's own, as float32 [K]; None for 1."""
     scale = stored_scale(cache) if scale is None else scale
     if scale is None:
         return None

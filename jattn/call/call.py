@@ -1,4 +1,4 @@
-"""A call of `paged_attention`, taken apart: its checked static description, and its arrays.
+"""The two parts of a `paged_attention` call: its checked static description, and its arrays.
 
 `Call` holds everything that may choose a kernel or force a compilation: shapes, dtypes, formats,
 layout, and which options are present. `Operands` holds every number. Nothing in `Call` depends on a
@@ -82,13 +82,13 @@ class Call:
 
 
 class Operands(typing.NamedTuple):
-    """The numbers of a call, with every dtype settled. None where an option is absent.
+    """The numbers of a call, in their final dtypes. None if an option is absent.
 
     The order is that of `enum Operand` in jattn/cpu/native/src/ffi.cc, which takes all of them.
 
-    Which options a call has is static. One that has an array is asked for as `x is not None`, or
-    where only the call is at hand, as in a GPU kernel's body, as `"x" in call.options`: they agree.
-    `Call` has a property for each of the others.
+    Which options a call has is static. To ask for one that has an array, use `x is not None`, or
+    `"x" in call.options` where only the call is at hand, as in a GPU kernel's body: both agree. For
+    each of the others `Call` has a property.
     """
 
     query: jax.Array  # [T, H, D]
@@ -126,10 +126,10 @@ Run = Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
 
 
 def guarded(operands: Operands) -> Operands:
-    """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
+    """Set the scale to NaN if an array holds a number that would be refused as a Python number.
 
-    That is a scale or cap that is not finite, or a cap, window or chunk that is not positive. Then
-    no row that sees a key seems valid.
+    Refused are a scale or cap that is not finite, and a cap, window or chunk that is not positive.
+    Every row that sees a key is then NaN, so none can pass for valid.
     """
     sound, sizes = jnp.ones((), np.bool_), dict[str, Any]()
     for name, kind in KINDS.items():
@@ -148,7 +148,7 @@ def guarded(operands: Operands) -> Operands:
 def broken_promises(
     call: Call, operands: Operands, xp: Any = jnp, *, ids: bool = True
 ) -> tuple[spec.Array, spec.Array]:
-    """`spec.broken_promises` of a call."""
+    """Apply `spec.broken_promises` to a call."""
     return spec.broken_promises(
         *(operands.query_start_loc, operands.seq_lens, operands.block_tables),
         operands.sight(call),
@@ -163,7 +163,7 @@ def broken_promises(
 
 
 class _Batch(typing.NamedTuple):
-    """Sizes of a checked batch; None for what a wrong argument leaves open."""
+    """Sizes of a checked batch; None for those that a wrong argument leaves unknown."""
 
     tokens: int | None = None  # T
     heads: int | None = None  # H
@@ -172,9 +172,9 @@ class _Batch(typing.NamedTuple):
 
 
 def _check_batch(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> _Batch:
-    """Query, tables, lengths, starts and `is_causal`.
+    """Check the query, tables, lengths, starts and `is_causal`.
 
-    Where one argument is wrong, the others are still checked as far as possible.
+    If one argument is wrong, the others are still checked as far as possible.
     """
     tokens = heads = seqs = width = None
     query, tables = given.query, given.block_tables
@@ -222,7 +222,7 @@ def _check_batch(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> 
 def _check_numbers(
     problems: checks.Problems, given: Arguments[ArrayOrStruct], batch: _Batch
 ) -> None:
-    """The options that are numbers or 0-d arrays, and arrays by head."""
+    """Check the options that are numbers or 0-d arrays, and arrays per head."""
     meanings = {"sliding_window": " (the keys a query sees, its own included)"}
     for name, kind in KINDS.items():
         if kind is COUNT:
@@ -246,7 +246,7 @@ def _check_numbers(
 def _check_value_dim(
     problems: checks.Problems, given: Arguments[ArrayOrStruct], head_dim: int | None
 ) -> None:
-    """`value_dim`, which stands in for a value cache where values are the leading part of keys."""
+    """Check `value_dim`, which replaces a value cache if values are the leading part of keys."""
     size = given.value_dim
     rows = isinstance(given.key_cache, formats.KVRows)
     if rows or given.value_cache is not None:
@@ -257,7 +257,7 @@ def _check_value_dim(
             given.v_scale is None,
             "v_scale",
             given.v_scale,
-            "None: values are part of the keys, and k_scale is theirs too",
+            "None: values are part of the keys, and k_scale applies to them too",
         )
     if rows or given.value_cache is not None:
         return
@@ -265,7 +265,7 @@ def _check_value_dim(
         size is not None,
         "value_cache",
         "None without value_dim",
-        "a float array or a jattn.KVArray, or None with value_dim where values are the first "
+        "a float array or a jattn.KVArray, or None with value_dim if values are the first "
         "value_dim numbers of every key",
     ):
         return
@@ -281,12 +281,12 @@ def _check_value_dim(
         not integers.is_int(size, 1) or size % step == 0,
         "value_dim",
         size,
-        f"a multiple of {step}: {format} keeps {step} numbers in a word",
+        f"a multiple of {step}: {format} stores {step} numbers in a word",
     )
 
 
 def _check_output(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> None:
-    """`out_dtype` and `return_lse`."""
+    """Check `out_dtype` and `return_lse`."""
     try:
         known = given.out_dtype is None or np.dtype(given.out_dtype).name in QUERY_DTYPES
     except TypeError:
@@ -304,7 +304,7 @@ def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention
       where: the function that was called, for the message.
 
     Raises:
-      ValueError: with every mismatch.
+      ValueError: arguments do not fit; lists every mismatch.
     """
     arrays.check_given(where, vars(given))
     with checks.checking(where) as problems:
@@ -368,10 +368,10 @@ def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention
 
 
 def take_operands(call: Call, given: Arguments[Array]) -> Operands:
-    """The arrays of a checked call, every number an array of its settled dtype.
+    """Return the arrays of a checked call, with every number as an array of its final dtype.
 
     Raises:
-      ValueError: a shape stands for an array.
+      ValueError: an argument is only a shape.
     """
     arrays.check_numbers("paged_attention", vars(given))
 
@@ -386,7 +386,7 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
     options = ("sliding_window", "logits_soft_cap", "sinks", "alibi_slopes", *MASK_OPTIONS)
     keys, values = given.key_cache, given.value_cache
     k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
-    v_scale = k_scale  # values that are part of the keys are scaled as they are
+    v_scale = k_scale  # values that are part of the keys have their scale
     if not call.values_in_keys:
         v_scale = cache_checks.per_head_scale(given.v_scale, values, call.num_kv_heads)
     starts = given.query_start_loc

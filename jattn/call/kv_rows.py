@@ -11,7 +11,7 @@ from jattn.call import arrays
 def check_rows(
     problems: checks.Problems, name: str, cache: formats.KVRows, value_cache: object
 ) -> formats.Format | None:
-    """The format of a `KVRows`, or None where anything is wrong with it."""
+    """Check a `KVRows`; return its format, or None if anything is wrong."""
     arrays.check_last_axis_is_whole(problems, f"{name}.data", cache.data)
     good = problems.expect(
         value_cache is None,
@@ -46,7 +46,7 @@ def check_rows(
         and cache.data.dtype == (format.word_dtype if cache.format else format.value_dtype),
         f"{name}.format",
         f"{cache.format} for {checks.describe(cache.data)}",
-        "None for floats of a jattn.Dense or jattn.Fp8 (scale_per='head'), or that for words of it",
+        "None for floats, or for words their jattn.Dense or jattn.Fp8 (scale_per='head')",
     )
     if not good:
         return None

@@ -20,7 +20,7 @@ def check(
     seqs: int | None,
     heads: int | None,
 ) -> None:
-    """Check the masks that are arrays, and what masks mean together; None for unknown sizes."""
+    """Check mask arrays, and that they make sense together; sizes are None if unknown."""
     if given.visible_end is not None:
         arrays.check_int32(problems, "visible_end", given.visible_end, (tokens,), ("T",))
     selected = given.selected_blocks
@@ -56,7 +56,7 @@ def check(
 
 
 def _check_together(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> None:
-    """Refuse masks that mean nothing together."""
+    """Refuse combinations of masks that have no meaning."""
     if given.visible_end is not None:
         problems.require(
             given.static_causal is not False,
@@ -69,13 +69,13 @@ def _check_together(problems: checks.Problems, given: Arguments[ArrayOrStruct]) 
             given.static_causal is True,
             "tree_mask",
             f"given with is_causal = {checks.describe(given.is_causal)}",
-            "None unless is_causal is True: the tokens of a path come one after another",
+            "None unless is_causal is True: the tokens of a path follow each other",
         )
         problems.require(
             given.visible_end is None,
             "tree_mask",
             "given with visible_end",
-            "None: tree_mask already defines which drafted tokens a query sees",
+            "None: tree_mask already defines which draft tokens a query sees",
         )
     if given.relative_bias is not None:
         problems.require(
@@ -87,7 +87,7 @@ def _check_together(problems: checks.Problems, given: Arguments[ArrayOrStruct]) 
 
 
 def sizes(given: Arguments[ArrayOrStruct]) -> dict[str, int]:
-    """What a `Call` says of the shapes of checked masks."""
+    """Return the sizes of checked masks that a `Call` records."""
     found = dict[str, int]()
     if given.tree_mask is not None:
         columns = arrays.shape_of(given.tree_mask)[1]
@@ -102,9 +102,9 @@ def sizes(given: Arguments[ArrayOrStruct]) -> dict[str, int]:
 
 @jax.jit
 def pack_bits(mask: jax.Array) -> jax.Array:
-    """bool [T, Q] as uint32 [T, W], bit `j % 32` of word `j // 32`; uint32 as it is.
+    """Pack bool [T, Q] into uint32 [T, W], bit `j % 32` of word `j // 32`; return uint32 unchanged.
 
-    Bits past Q are set: tokens the mask has no column for are seen by all that come after them.
+    Bits past Q are set: tokens without a column in the mask are seen by all later ones.
     """
     if mask.dtype != np.bool_:
         return mask

@@ -132,7 +132,7 @@ class Format(abc.ABC):
     def quant_param_shapes(
         self, words: tuple[int, ...], kv_layout: str
     ) -> QuantParams[tuple[int, ...]]:
-        """Return the shapes of scales and zeros for words of that shape; None for those it lacks."""
+        """Return the shapes of scales and zeros for words of a shape; None for those it lacks."""
         n, a, b, last = words
         per_token = (n, a, b)
         scale = {"block": (n, b if kv_layout == "NHD" else a), "token": per_token}
