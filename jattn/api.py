@@ -128,11 +128,11 @@ def paged_attention(
       selected_blocks: int32 [B, M']; the blocks that a sequence's queries attend to, as columns of
         its table in any order. Columns out of range (such as -1) and duplicates are ignored.
         Positions stay true positions.
-      value_dim: V if `value_cache` is None and `key_cache` is no `KVRows`, else None.
+      value_dim: V if `value_cache` is None and `key_cache` is not a `KVRows`, else None.
       k_scale, v_scale: what a stored value is multiplied by: a number, [] or [K]; None for the
         cache's own scale, or 1.
       kv_layout: "HND" or "NHD"; None for the caches' own layout, HND for plain arrays.
-      out_dtype: None for the query's.
+      out_dtype: a dtype that a query may have; None for the query's own.
       return_lse: whether to return the lse too.
       implementation: None for the first that can run the call, except kernels that might hang on
         hardware where they have not run; or "mosaic_gpu", "triton", "native", "xla", "reference",

@@ -221,8 +221,8 @@ def update_kv_cache(
       key_cache, value_cache: two `KVArray`s, or two float arrays, HND [N, K, S, D] and [N, K, S, V]
         or NHD; or a `KVRows` and None.
       key: [T, K, D] floats.
-      value: [T, K, V] floats; None if values are the first numbers of keys, which is so if
-        `value_cache` is None, and for a `KVRows` if its `value_start` is 0.
+      value: [T, K, V] floats; None if values are the first numbers of keys, that is, if a `KVRows`
+        has a `value_start` of 0, or else if `value_cache` is None.
       slot_mapping: int32 [T].
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
