@@ -62,8 +62,8 @@ class PagedAttention(nnx.Module):
     ):
         if values_in_keys and value_dim is None:
             raise ValueError(
-                "PagedAttention: value_dim is None, but must say how many leading elements of a "
-                "key are its value, because values_in_keys is True"
+                "PagedAttention: value_dim is None, but must be the number of leading elements of "
+                "a key that are its value, because values_in_keys is True"
             )
         keys, values = cache.init_kv_cache(
             num_blocks,
