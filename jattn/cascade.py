@@ -245,7 +245,10 @@ class _Batch:
         }
 
     def broken_promises(self) -> jax.Array:
-        """bool [B]: not empty, and a query is in the shared blocks or a number is out of range."""
+        """bool [B]: sequences with a query token in the shared blocks, or more keys than the table.
+
+        If `out_of_range`, all of them; empty sequences never are.
+        """
         too_short = self.keys_after() < self.query_lens
         # `tables_after` is as wide as the whole table, so `paged_attention` cannot detect this.
         too_long = self.seq_lens > self.capacity
