@@ -1,4 +1,4 @@
-"""Bar charts as SVG text, in colours that read on light and on dark pages."""
+"""Draw bar charts as SVG text, in colours that are legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one unit under a title, as long as `full` at most, with a line at `mark`."""
+    """Bars of one unit under a title, scaled to `full`, with a line at `mark`."""
 
     title: str
     bars: Sequence[Bar]
@@ -31,7 +31,7 @@ class Panel:
 
 
 def svg(name: str, panels: Sequence[Panel]) -> str:
-    """The panels one under another. `name` is what a screen reader says."""
+    """Draw the panels one below the other. `name` is what a screen reader reads out."""
     lines, y = [], 0
     for panel in panels:
         y += 22

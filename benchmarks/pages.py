@@ -1,9 +1,9 @@
-"""Tables and figures of README and docs, made from the rows and the committed results.
+"""Write the tables and charts of README and docs from capability rows and committed results.
 
     python -m benchmarks.pages [--notebooks]
 
-Writes them where they belong: tables between `<!-- name -->` and `<!-- /name -->`, charts to
-docs/images. `--notebooks` also runs the notebooks and stores their plots of computed numbers.
+Tables go between `<!-- name -->` and `<!-- /name -->` in the pages, charts to docs/images.
+`--notebooks` also runs the notebooks and stores their plots of computed numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SDPA = {
     "Zen 5": tables.RESULTS / "2026-11-30-sdpa-zen5-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-28-sdpa-zen4-jax0.12.jsonl",
 }
-# The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
+# The notebooks' plots in order. None: a plot of times, which is not committed.
 PLOTS = {
     "paged_attention": ("memory-over-steps", None),
     "hybrid_pages": ("plan-waste", "window-memory"),
@@ -83,7 +83,7 @@ PLOTS = {
 
 
 def short_support_table() -> str:
-    """The table of what runs where, in lines that fit a screen."""
+    """Write the table of what runs where, in lines that fit a screen."""
     lines = [
         "| implementation | runs on | head sizes D | caches | gradients |",
         "|---|---|---|---|---|",
@@ -104,45 +104,45 @@ def short_support_table() -> str:
 
 
 def speed_table(machine: str) -> str:
-    """The time that formats cost on that machine."""
+    """Write how fast each format decodes and is written on a machine."""
     lines = tables.read_lines(FORMAT_SPEED[machine, "0.12"])
     rows = [{k: v for k, v in row.items() if k != "kind"} for row in lines]
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
 
 
 def writing_table(lines: list[dict]) -> str:
-    """Writing by the native kernel and by XLA."""
+    """Write how fast the native kernel and XLA write new tokens."""
     rows = ({k: v for k, v in row.items() if k != "kind"} for row in lines)
     return "\n".join([writing.HEADER, *(str(writing.Row(**row)) for row in rows)])
 
 
 def products_table() -> str:
-    """Products of the server in C++ next to XLA's."""
+    """Write XLA's times of the server's matrix products over those of the C++ ones."""
     return products.page_table({name: tables.read_lines(file) for name, file in PRODUCTS.items()})
 
 
 def zen4_rows() -> list[dict]:
-    """The CPU suite on a Zen 4 with the newer JAX."""
+    """Read the CPU suite on a Zen 4 with the newer JAX."""
     return tables.read_rows([tables.ZEN4_FILES["0.12"]])
 
 
 def zen5_rows() -> list[dict]:
-    """The CPU suite on a Zen 5 with the newer JAX."""
+    """Read the CPU suite on a Zen 5 with the newer JAX."""
     return tables.read_rows([tables.ZEN5_FILES["0.12"]])
 
 
 def zen3_rows() -> list[dict]:
-    """The CPU suite on a Zen 3 with the newer JAX."""
+    """Read the CPU suite on a Zen 3 with the newer JAX."""
     return tables.read_rows([tables.ZEN3_FILES["0.12"]])
 
 
 def cpu_summary(files: dict[str, pathlib.Path]) -> str:
-    """The figures of the CPU suite on a machine, in words."""
+    """Summarize the CPU suite on a machine in sentences."""
     return prose.summary({version: tables.read_rows([file]) for version, file in files.items()})
 
 
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
-    """The table of a result file, if that has been committed."""
+    """Make the table of a result file, if that file has been committed."""
     return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
 
 
@@ -204,12 +204,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def overview_chart() -> str:
-    """README's figure: tokens a second next to transformers', and memory next to a dense cache."""
+    """Draw README's figure: tokens a second against transformers, memory against a dense cache."""
     return svg("jattn and others", [_serving_panel(), _memory_panel()])
 
 
 def _serving_panel() -> Panel:
-    """Tokens a second of the serving results' second model, 8 layers of Qwen3-0.6B."""
+    """Draw tokens a second of the serving results' second model, 8 layers of Qwen3-0.6B."""
     text = SERVING.read_text().partition("random weights, bfloat16")[2].partition("python -m")[0]
     ours = re.search(r"new ones: (\d+) tokens/s", text)[1]
     bars = [Bar("jattn, examples/engine", int(ours), ours)]
@@ -221,7 +221,7 @@ def _serving_panel() -> Panel:
 
 
 def _memory_panel() -> Panel:
-    """The most that a cache held over 3,000 decode steps of requests of log-normal lengths."""
+    """Draw the most a cache held in 3,000 decode steps of requests of log-normal lengths."""
     rows, longest, block = 64, 8192, 16
     rng = np.random.default_rng(0)
     ends = np.minimum(rng.lognormal(6.5, 0.9, 100_000).astype(int) + block, longest)
@@ -242,7 +242,7 @@ def _memory_panel() -> Panel:
 
 
 def cpu_chart() -> str:
-    """Geometric means over KV heads of vLLM's time over jattn's, in bfloat16, on a Zen 4."""
+    """Draw geometric means over KV heads of vLLM's time over jattn's, in bfloat16 on a Zen 4."""
     rows = [row for row in tables.calm(zen4_rows()) if row["dtype"] == "bfloat16"]
     panels = []
     for group, words in tables.WORKLOADS.items():
@@ -256,7 +256,7 @@ def cpu_chart() -> str:
 
 
 def format_chart() -> str:
-    """The error of logits against the bytes of a cache, on the trained model."""
+    """Draw the error of logits and the bytes of each format, on the trained model."""
     rows = {
         r["format"]: r for r in tables.read_lines(tables.FORMAT_FILE) if r["model"] == "byte-gemma"
     }
@@ -269,18 +269,18 @@ def format_chart() -> str:
         )
         for name, words in tables.FORMATS.items()
     ]
-    title = "Error of byte-gemma's logits (rms); in brackets bytes, of bfloat16's"
+    title = "Error of byte-gemma's logits (rms); in parentheses, bytes as a share of bfloat16's"
     return svg(title, [Panel(title, bars)])
 
 
 def mask_chart(head_dim: int = 128) -> str:
-    """A call's time with an argument over its time without."""
+    """Draw a call's time with an argument over its time without."""
     rows = [r for r in tables.read_lines(tables.MASK_FILE) if r["head_dim"] == head_dim]
     return svg(
         "What masks cost",
         [
             Panel(
-                f"{words}, D = {head_dim}: time over that of the plain call",
+                f"{words}, D = {head_dim}: time relative to the plain call",
                 [
                     Bar(r["variant"], r["ratio"], f"{r['ratio']:.2f}")
                     for r in rows
@@ -293,7 +293,7 @@ def mask_chart(head_dim: int = 128) -> str:
 
 
 def cascade_chart() -> str:
-    """Decodes that share a prefix, with `cascade_attention` and without."""
+    """Draw decodes that share a prefix, with and without `cascade_attention`."""
     panels = []
     for row in tables.read_lines(CASCADE["0.12"]):
         title = (
@@ -318,14 +318,14 @@ CHARTS = {
 
 
 def generated() -> Iterator[tuple[pathlib.Path, str]]:
-    """Every file that holds something generated, and the text it must have."""
+    """Yield every file that has generated parts, with the text it must have."""
     for name, parts in TABLES.items():
         text = (ROOT / name).read_text()
         for part, make in parts.items():
             begin, end = f"<!-- {part} -->\n", f"\n<!-- /{part} -->"
             head, found, rest = text.partition(begin)
             if not found or end not in rest:
-                raise ValueError(f"{name}: no '{begin.strip()}' with its end")
+                raise ValueError(f"{name} has no '{begin.strip()}' followed by '{end.strip()}'")
             text = head + begin + make() + rest[rest.index(end) :]
         yield ROOT / name, text
     for name, chart in CHARTS.items():
@@ -333,7 +333,7 @@ def generated() -> Iterator[tuple[pathlib.Path, str]]:
 
 
 def write_plots(notebook: str, names: tuple[str | None, ...]) -> None:
-    """Run a notebook and store its plots under those names."""
+    """Run a notebook and store its plots under the given names."""
     import matplotlib.pyplot as plt
 
     style = {"svg.fonttype": "none", "svg.hashsalt": "jattn", "font.size": 9}
@@ -357,7 +357,7 @@ def write_plots(notebook: str, names: tuple[str | None, ...]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=__doc__)
-    parser.add_argument("--notebooks", action="store_true", help="also the notebooks' plots")
+    parser.add_argument("--notebooks", action="store_true", help="also the plots of notebooks")
     args = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     for path, text in generated():

@@ -1,4 +1,4 @@
-"""The figures of a machine in words, for docs/performance-cpu.md, made from its rows."""
+"""Summarize the figures of one machine in sentences, for docs/performance-cpu.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.cpu import report, tables
 
-# Names of groups in a sentence, and the groups.
+# Groups by the name that a sentence has for them.
 PARTS = {
     "prefill": ("prefill",),
     "mixtures": ("mixed",),
@@ -17,7 +17,7 @@ PARTS = {
 
 
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """The least and the largest value."""
+    """Format the smallest and the largest value."""
     return f"{form(min(values))} to {form(max(values))}"
 
 
@@ -30,37 +30,38 @@ def percent(value: float) -> str:
 
 
 def means(rows: Sequence[dict]) -> str:
-    """The geometric means, and the rows below one."""
+    """Write the geometric means, and the rows below one or else the lowest ratio."""
 
     def mean(these: Sequence[dict]) -> str:
         return f"{report.geometric_mean(row['ratio'] for row in these):.2f}"
 
     parts = [
-        f"{mean([row for row in rows if row['dtype'] == dtype])} in {dtype}"
+        f"{mean([row for row in rows if row['dtype'] == dtype])} times in {dtype}"
         for dtype in tables.DTYPES
     ]
     slower = sorted((row["ratio"], row["name"]) for row in rows if row["ratio"] < 1)
-    ends = f"the least row has {ratio(min(row['ratio'] for row in rows))}"
+    ends = f"The lowest ratio is {ratio(min(row['ratio'] for row in rows))}"
     if slower:
-        ends = f"below 1 are {', '.join(f'`{name}` ({value:.2f})' for value, name in slower)}"
-    return f"{mean(rows)}, {' and '.join(parts)}; {ends}"
+        ends = f"Below 1 are {', '.join(f'`{name}` ({value:.2f})' for value, name in slower)}"
+    start = f"jattn is {mean(rows)} times as fast as vLLM (geometric mean of {len(rows)} rows)"
+    return f"{start}: {' and '.join(parts)}. {ends}"
 
 
 def ranges(rows: Sequence[dict], dtype: str) -> str:
-    """The least and the largest ratio of each kind of call."""
+    """Write the smallest and the largest ratio of each kind of call."""
     texts = []
     for words, groups in PARTS.items():
         these = [row for row in rows if row["dtype"] == dtype and row["group"] in groups]
         text = f"{words} {span([row['ratio'] for row in these], ratio)}"
         peaks = [row["share_of_ceiling"] for row in these if row["bound"] == "matrix"]
         if words == "prefill" and peaks:
-            text += f" at {span(peaks, percent)} % of the matrix peak"
+            text += f" (at {span(peaks, percent)} % of the matrix peak)"
         texts.append(text)
     return f"- **{dtype}**: {', '.join(texts)}."
 
 
 def reads(rows: Sequence[dict]) -> str | None:
-    """Decode without shared KV heads, next to reading its blocks in random order."""
+    """Compare decode with a loop that only reads its blocks in random order."""
     decodes = [row for row in rows if row["group"].startswith("decode")]
     alone = [row for row in decodes if row["num_kv_heads"] == row["num_heads"]]
     shares = [share for row in alone if (share := row.get("share_of_random_reads")) is not None]
@@ -79,24 +80,22 @@ def reads(rows: Sequence[dict]) -> str | None:
     loop = [row["kv_gb_per_s"] / row["share_of_random_reads"] for row in alone]
     return (
         f"- **Decode** without shared KV heads reads "
-        f"{span([row['kv_gb_per_s'] for row in alone], '{:.0f}'.format)} GB/s, "
-        f"{span(shares, percent)} % of what a loop reaches next to it that only reads the same "
-        f"blocks in random order, and {percent(statistics.median(shares))} % in the median row. "
-        f"The loop reads {span(loop, '{:.0f}'.format)} GB/s. Where 16 query heads share 4, 2 and "
-        f"1 KV heads, the median over all decodes, windowed and short ones included, is "
-        f"{shared[0]}, {shared[1]} and {shared[2]} %."
+        f"{span([row['kv_gb_per_s'] for row in alone], '{:.0f}'.format)} GB/s. A loop that only "
+        f"reads the same blocks in random order, measured next to it, reads "
+        f"{span(loop, '{:.0f}'.format)} GB/s: decode reaches {span(shares, percent)} % of that, "
+        f"and {percent(statistics.median(shares))} % in the median row. Where 16 query heads "
+        f"share 4, 2 and 1 KV heads, the median over all decodes, including windowed and short "
+        f"ones, is {shared[0]}, {shared[1]} and {shared[2]} %."
     )
 
 
 def summary(versions: Mapping[str, Sequence[dict]]) -> str:
-    """A sentence of means for each version of JAX, then ranges with the first one."""
+    """Write a sentence of means for each version of JAX, then ranges with the first one."""
     calm = {version: tables.calm(rows) for version, rows in versions.items()}
-    lines = [
-        f"Geometric mean with JAX {version} of {len(rows)} rows: {means(rows)}."
-        for version, rows in calm.items()
-    ]
+    lines = [f"With JAX {version}, {means(rows)}." for version, rows in calm.items()]
     first, rows = next(iter(calm.items()))
     bullets = [ranges(rows, dtype) for dtype in tables.DTYPES]
     bullets += filter(None, [reads(rows)])
-    parts = [tables.wrapped(line) for line in [*lines, f"With JAX {first}:"]]
+    lines.append(f"Ratios by kind of call, with JAX {first}:")
+    parts = [tables.wrapped(line) for line in lines]
     return "\n\n".join([*parts, "\n".join(tables.wrapped(bullet, "  ") for bullet in bullets)])

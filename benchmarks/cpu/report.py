@@ -1,4 +1,4 @@
-"""A measured row as a line of a table and as a line of JSON, and the summary of all rows."""
+"""Format a measured row as a line of a table and of JSON, and summarize all rows."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class PeerRow:
-    """The peer's part of a row: how it stored the cache, and its time or why there is none."""
+    """The peer's part of a row: how it stored the cache, and its time or why it has none."""
 
     block_size: int
     isa: str
@@ -34,15 +34,15 @@ class Row:
 
     Attributes:
       workload: what was run.
-      implementation: which of jattn's.
+      implementation: which of jattn's implementations ran it.
       timing: jattn's time.
       budget_used: the largest share of its error budget that an element of the result uses.
-      ceilings: of this run.
-      copies: of the KV, taken in turn so that it is cold.
+      ceilings: the ceilings measured in this run.
+      copies: how many copies of keys and values calls use in turn, so that they are cold.
       neighbours: cores that other processes kept busy meanwhile.
       peer: the peer's part, if there is a peer.
-      random_rate: bytes per second at which blocks of its size are read in random order, measured
-        next to it; None: not measured.
+      random_rate: bytes per second at which blocks of this size are read in random order, measured
+        right before or after; None if not measured.
     """
 
     workload: Workload
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The peer's time over ours: above one, jattn is faster."""
+        """The peer's time over jattn's: above one, jattn is faster."""
         if self.peer is None or self.peer.timing is None:
             return None
         return self.peer.timing.median / self.timing.median
@@ -70,19 +70,19 @@ class Row:
 
     @property
     def share(self) -> tuple[float, str]:
-        """The least possible time over ours, and what bounds it."""
+        """The least possible time over jattn's, and what bounds it."""
         seconds, bound = self.ceilings.bound(self.workload)
         return seconds / self.timing.median, bound
 
     @property
     def share_of_random_reads(self) -> float | None:
-        """The time of reading the blocks, and nothing else, over ours."""
+        """The time of only reading the blocks, over jattn's."""
         if self.random_rate is None:
             return None
         return kv_bytes(self.workload) / self.random_rate / self.timing.median
 
     def line(self) -> str:
-        """The row of the table."""
+        """Format the row as a line of the table."""
         w, t = self.workload, self.timing
         share, bound = self.share
         text = (
@@ -105,7 +105,7 @@ class Row:
         return text
 
     def as_json(self) -> dict:
-        """Everything about the row, flat, for one line of JSON."""
+        """Return everything about the row, flat, for one line of JSON."""
         w = self.workload
         share, bound = self.share
         record = {
@@ -146,7 +146,7 @@ def _timing_fields(prefix: str, t: Timing) -> dict:
 
 
 def is_disturbed(record: Mapping[str, Any]) -> bool:
-    """`Row.disturbed` of a row's line of JSON."""
+    """Return `Row.disturbed` of a row's line of JSON."""
     return any(
         record[f"{whose}median_ms"] > DISTURBED * record[f"{whose}min_ms"]
         for whose in ("", "peer_")
@@ -155,7 +155,7 @@ def is_disturbed(record: Mapping[str, Any]) -> bool:
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """The geometric mean of positive numbers."""
+    """Return the geometric mean of positive numbers."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 
@@ -166,11 +166,12 @@ class Summary:
 
     Attributes:
       groups: the geometric mean of the ratios of each group, by name.
-      random_reads: of decode, the least and the mean share of what random blocks are read at.
-      overall: that of all rows; None without a peer.
+      random_reads: the least and the mean share of the rate of random reads that decode reaches,
+        by group.
+      overall: the geometric mean of all ratios; None without a peer.
       slower: (name, ratio) of the rows where the peer is faster, the worst first.
-      disturbed: names of the rows whose median, of either contender, is more than 1.5 times its
-        minimum. They are in none of the other figures.
+      disturbed: names of the rows where the median of either contender is more than 1.5 times its
+        minimum. No other figure includes them.
       busy: names of the other compared rows during which neighbours kept a core busy.
     """
 
@@ -200,7 +201,7 @@ class Summary:
         text += ["", f"rows where the peer is faster: {len(self.slower)}"]
         text += [f"  {name:<36} {ratio:.2f}" for name, ratio in self.slower]
         if self.busy:
-            text += ["", "measured while other processes were busy, to be measured again:"]
+            text += ["", "measure again, because other processes were busy meanwhile:"]
             text += [f"  {name}" for name in self.busy]
         return text
 

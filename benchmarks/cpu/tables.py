@@ -5,9 +5,9 @@
 Without an option, prints means over KV heads of `benchmarks.cpu`; with --all every row, for
 docs/performance-cpu.md. `--formats` prints `benchmarks.cpu.formats` for
 docs/performance-formats.md, `--masks` `benchmarks.cpu.masks` for docs/masks.md. A row of a later
-file replaces that of an earlier one. Of rows measured twice in one file the calmer counts: one that
-was not disturbed, then the one with the smaller spread. Means leave disturbed rows out; `--all`
-marks them with a star.
+file replaces the same row of an earlier one. If one file has a row twice, the calmer one counts: an
+undisturbed row before a disturbed one, then the smaller spread. Means leave disturbed rows out;
+`--all` marks them with a star.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterable, Sequence
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The suite with `native` on a machine with AMX, in several runs; float32 prefill of D = 512 over 4,
-# 2 and 1 KV heads is of an earlier one, and of the code before it asked for keys in smaller steps.
+# The suite with `native` on a machine with AMX, in several runs. Float32 prefill of D = 512 over 4,
+# 2 and 1 KV heads is from an earlier run, before the code prefetched keys in smaller steps.
 FILES = (
     RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
-# The same on a Zen 4, which has no AMX, by JAX's version; vLLM's threads were bound.
+# The same on a Zen 4, which has no AMX, by version of JAX; vLLM's threads were bound.
 ZEN4_FILES = {
     "0.12": RESULTS / "2026-11-30-cpu-native-zen4-jax0.12.jsonl",
     "0.10": RESULTS / "2026-11-28-cpu-native-zen4-jax0.10.jsonl",
@@ -41,7 +41,7 @@ ZEN3_FILES = {
 }
 # An eighth of the suite with `xla` on the machine with AMX.
 XLA_QUICK_FILE = RESULTS / "2026-11-22-cpu-quick-xla-jax0.12.jsonl"
-# The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
+# The whole suite with `xla` on a Zen 4, and rows that were disturbed and measured again.
 XLA_FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
     RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
@@ -50,9 +50,9 @@ FORMAT_FILE = RESULTS / "2026-11-22-formats-jax0.12.jsonl"
 MASK_FILE = RESULTS / "2026-11-23-masks-zen4-jax0.12.jsonl"
 WORKLOADS = {
     "prefill": "prefill of 2,048",
-    "mixed": "chunk of 256 at 2,048 with 8 decodes",
+    "mixed": "chunk of 256 after 2,048, with 8 decodes",
     "decode-block128": "decode of 8 x 4,096, block 128",
-    "decode-block16": "the same, block 16",
+    "decode-block16": "decode of 8 x 4,096, block 16",
     "window": "decode, window 1,024 of 16,384",
     "short": "one decode of 128 tokens",
 }
@@ -86,52 +86,52 @@ CALLS = {
 
 
 def read_rows(files: Iterable[pathlib.Path]) -> list[dict]:
-    """The compared rows of result files: of each name the calmest of the last file that has it."""
+    """Read rows that have a peer: of each name, the calmest in the last file that has it."""
     rows: dict[str, dict] = {}
     for file in files:
         compared = [record for record in read_lines(file) if "ratio" in record]
-        # Stable: of equals, the last one is left.
+        # Sorting is stable: of equal rows the last one stays.
         rows |= {r["name"]: r for r in sorted(compared, key=unrest, reverse=True)}
     return list(rows.values())
 
 
 def unrest(row: dict) -> tuple[bool, float]:
-    """Sorts rows of one workload by how much their runs were disturbed."""
+    """Return a key that sorts rows of one workload by how much their runs were disturbed."""
     return report.is_disturbed(row), max(row["spread"], row["peer_spread"])
 
 
 def calm(rows: Iterable[dict]) -> list[dict]:
-    """The rows that means are of."""
+    """Return the rows that count in means."""
     return [row for row in rows if not report.is_disturbed(row)]
 
 
 def left_out(rows: Sequence[dict]) -> str:
-    """How many rows are in no mean, and which."""
+    """Write how many rows the means leave out, and which."""
     names = [row["name"] for row in rows if report.is_disturbed(row)]
     if not names:
-        return f"No row of these {len(rows)} is disturbed."
+        return f"None of these {len(rows)} rows was disturbed."
     which = [f"`{name}`" for name in names]
     count = f"{len(names)} of {len(rows)} rows"
-    return wrapped(f"Left out of the means as disturbed, {count}: {', '.join(which)}.")
+    return wrapped(f"Disturbed, so left out of the means: {count} ({', '.join(which)}).")
 
 
 def markdown(lines: Sequence[Sequence[object]]) -> str:
-    """A table of cells; the first line is the head."""
+    """Write a table of cells; the first line is the head."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph of a page."""
+    """Wrap a paragraph of a page."""
     return textwrap.fill(
         text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def mean_table(rows: list[dict], disturbed: bool = False) -> str:
-    """A line for each workload and dtype, a column for each head size: means over KV heads.
+    """Write means over KV heads: a line for each workload and dtype, a column for each head size.
 
-    Rows that were disturbed are left out and named below the table, unless they count, too.
+    Disturbed rows are left out and named below the table, unless `disturbed` makes them count too.
     """
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["workload", "dtype", *(f"D={size}" for size in sizes)]]
@@ -150,9 +150,9 @@ def mean_table(rows: list[dict], disturbed: bool = False) -> str:
 
 
 def full_table(rows: list[dict]) -> str:
-    """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it.
+    """Write every row: the ratio and, in parentheses, jattn's share of the ceiling that bounds it.
 
-    A star marks rows that were disturbed.
+    A star marks disturbed rows.
     """
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["workload", "dtype", "KV heads", *(f"D={size}" for size in sizes)]]
@@ -171,20 +171,20 @@ def full_table(rows: list[dict]) -> str:
 
 
 def append_lines(file: pathlib.Path, run: dict, rows: Iterable[dict]) -> None:
-    """Add a run and its rows to a result file, for `read_lines`."""
+    """Append a run and its rows to a result file, for `read_lines`."""
     lines = [run, *({"kind": "row"} | row for row in rows)]
     with file.open("a") as out:
         out.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def read_lines(file: pathlib.Path) -> list[dict]:
-    """The rows of one result file."""
+    """Read the rows of one result file."""
     records = map(json.loads, file.read_text().splitlines())
     return [record for record in records if record.get("kind", "row") == "row"]
 
 
 def format_table(rows: list[dict]) -> str:
-    """A line for each format: its bytes, and its cost on each checkpoint."""
+    """Write a line for each format: its bytes, and its cost on each checkpoint."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     by_name = {(row["model"], row["format"]): row for row in rows}
     heads = ["format", "bytes"]
@@ -206,7 +206,7 @@ def format_table(rows: list[dict]) -> str:
 
 
 def transformers_table(rows: list[dict]) -> str:
-    """A line for each dtype and room of `benchmarks.cpu.transformers_decode`: ms of a step."""
+    """Write the ms of a step of `benchmarks.cpu.transformers_decode`, by dtype and room."""
     lines = [("numbers", "room in the caches", "sdpa", "jattn", "sdpa over jattn")]
     for row in rows:
         times = (f"{row[name]:.0f} ms" for name in ("sdpa_ms", "jattn_ms"))
@@ -215,7 +215,7 @@ def transformers_table(rows: list[dict]) -> str:
 
 
 def mask_table(rows: list[dict]) -> str:
-    """A line for each argument of each call: its time over the plain call's, and its work."""
+    """Write a line for each argument of each call: its time over the plain call's, and its work."""
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["call", "argument", *(f"time, D={size}" for size in sizes), "pairs", "tiles"]]
     for kind, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):

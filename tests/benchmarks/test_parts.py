@@ -284,7 +284,7 @@ def test_means_leave_out_what_was_disturbed():
     assert "left out of the means as disturbed: 1\n  odd" in "\n".join(summary.lines())
     records = [r.as_json() for r in (row, other)]
     assert [r["name"] for r in tables.calm(records)] == ["fast"]
-    assert "1 of 2 rows: `odd`" in tables.left_out(records)
+    assert "1 of 2 rows (`odd`)" in tables.left_out(records)
 
 
 def test_the_calmer_of_two_measurements_counts(tmp_path):

@@ -67,8 +67,10 @@ def test_figures_in_words_are_of_undisturbed_rows():
         for n, (ratio, least) in enumerate(((0.5, 1.0), (2.0, 1.0), (99.0, 0.5)))
     ]
     text = prose.summary({"0.12": rows})
-    assert "of 16 rows: 1.00, 1.00 in bfloat16 and 1.00 in float32; below 1 are" in text
-    assert "prefill 0.50 to 2.00 at 40 to 50 % of the matrix peak, mixtures 0.50 to 2.00" in text
+    text = " ".join(text.split())
+    assert "jattn is 1.00 times as fast as vLLM (geometric mean of 16 rows): 1.00 times in " in text
+    assert "bfloat16 and 1.00 times in float32. Below 1 are `" in text
+    assert "prefill 0.50 to 2.00 (at 40 to 50 % of the matrix peak), mixtures 0.50 to 2.00" in text
     assert "99" not in text
 
 
@@ -292,8 +294,11 @@ def test_states_after_accepted_drafts():
     text = words("performance-serving.md")
     assert (
         f"{ms['again', 1]:.1f} ms for one sequence and {ms['again', 8]:.0f} ms for 8, where one "
-        f"run over all tokens takes {ms['once', 1]:.1f} and {ms['once', 8]:.0f} ms. To keep a "
-        f"state per draft and pick one takes {ms['kept', 1]:.1f} and {ms['kept', 8]:.0f} ms"
+        f"run over all tokens takes {ms['once', 1]:.1f} and {ms['once', 8]:.0f} ms."
+    ) in text
+    assert (
+        f"**Keep a state per draft token and pick one**: {ms['kept', 1]:.1f} and "
+        f"{ms['kept', 8]:.0f} ms"
     ) in text
     brought = [
         f"{rollback.brought(right, in_next_step=in_next_step):.1f}"
@@ -546,5 +551,5 @@ def test_drafts_for_text_that_repeats_itself():
     few, many = (f"{ratios['repetitive', drafts]:.2f}" for drafts in ("4", "8"))
     loop = " and ".join(f"{ratios['loop', drafts]:.1f}" for drafts in ("4", "8"))
     text = words("performance-serving.md")
-    assert f"gets {few} times as many tokens a second with 4 drafts and {many} times" in text
+    assert f"gets {few} times as many tokens a second with 4 draft tokens and {many} times" in text
     assert f"it gets {loop} times as many" in text
