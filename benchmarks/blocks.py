@@ -1,17 +1,17 @@
-"""The cost of block tables per step, next to Python lists and NumPy, and the gain of one pool.
+"""Measure what block tables cost per step, compared with Python lists and NumPy, and a shared pool.
 
     python benchmarks/blocks.py
 
-A step of 256 sequences: one new block each, the table of 64 blocks per sequence gathered and
-expanded into 33 kernel blocks per block (528 = 33 x 16), and the slots of 8192 tokens. The NumPy
-implementation keeps ids in Python lists per sequence and one array per step, as engines do.
-Every result is compared before its time is printed: median of the rounds, and the spread
-between their first and last quartile. `eager` calls the public functions one by one; `jitted` is
-one compiled step with donated tables; `append: the check` is the part of the eager call that
-finds full rows.
+A step of 256 sequences appends one block to each, gathers the table of 64 blocks per sequence,
+expands it into 33 kernel blocks per block (528 = 33 x 16), and finds the slots of 8192 tokens. The
+NumPy implementation keeps ids in Python lists per sequence and one array per step, as engines do.
+Every result is compared before its time is printed: median of the rounds, and the spread between
+their first and last quartile. `eager` calls the public functions one by one; `jitted` is one
+compiled step with donated tables; `append: the check` is the part of the eager call that finds full
+rows.
 
-A wide batch is gathered whole, by the columns that its sequences need, and into the arrays of the
-step before.
+A wide batch is gathered as whole rows and as only the columns that its sequences need, each into
+new arrays and into those of the step before.
 
 The last part is a decode step of all layers in a scan: one pool with shifted tables against a
 cache stacked along the layers. Temporaries are those of the compiled step.
@@ -73,7 +73,7 @@ def make(step: Step) -> Data:
 
 
 class Lists:
-    """The same in Python lists and NumPy."""
+    """The same step in Python lists and NumPy."""
 
     def __init__(self, step: Step, data: Data):
         self.step, self.data = step, data
@@ -104,7 +104,7 @@ class Lists:
 
 
 def timed(function, rounds: int, before=lambda: None) -> tuple[float, float]:
-    """Median and quartile spread of a call, in microseconds."""
+    """Return the median and quartile spread of a call, in microseconds."""
     times = []
     for _ in range(rounds + 3):
         before()

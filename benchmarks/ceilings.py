@@ -1,4 +1,4 @@
-"""The best this machine can do, measured in the same run as what is compared with it.
+"""Measure the best this machine can do, in the same run as what is compared with it.
 
 Three figures: bytes that all cores together read from memory in a second, and operations of a
 square matrix product in float32 and in bfloat16. A workload cannot be faster than `bound`.
@@ -39,27 +39,27 @@ class Ceilings:
         return f"ceilings: read {self.read / 1e9:.1f} GB/s; matrix {matrix} GFLOP/s"
 
     def bound(self, w: Workload) -> tuple[float, str]:
-        """The least seconds that `w` can take, and what bounds it: "read" or "matrix"."""
+        """Return the least seconds that `w` can take, and what bounds it: "read" or "matrix"."""
         reading = kv_bytes(w) / self.read
         multiplying = flops(w) / self.matrix[w.dtype]
         return max((reading, "read"), (multiplying, "matrix"))
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats` calls, after one that is not counted."""
+    """Return the shortest of `repeats` calls, after one that is not counted."""
     return min(seconds_of(call, repeats + 1)[1:])
 
 
 def on_all_cores(call: Callable[..., object], arrays: list, repeats: int) -> float:
-    """The shortest time in which every core calls `call` on an element of `arrays`."""
+    """Return the shortest time in which every core calls `call` on an element of `arrays`."""
     with ThreadPoolExecutor(len(arrays)) as pool:
         return best_seconds(lambda: list(pool.map(call, arrays)), repeats)
 
 
 def read_rate(repeats: int = 9) -> float:
-    """Bytes per second that all cores together read from memory.
+    """Return the bytes per second that all cores together read from memory.
 
-    Every core reads an array of its own; together they are four times the last-level caches.
+    Every core reads its own array; together the arrays are four times the last-level caches.
     """
     words = 4 * cache_bytes() // 8 // num_cores()
     arrays = [np.ones(words, np.int64) for _ in range(num_cores())]
@@ -67,7 +67,7 @@ def read_rate(repeats: int = 9) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes per second, read and written together, at which all cores copy memory to memory."""
+    """Return the bytes per second, read plus written, at which all cores together copy memory."""
     words = 2 * cache_bytes() // 8 // num_cores()
     pairs = [(np.ones(words, np.int64), np.zeros(words, np.int64)) for _ in range(num_cores())]
     seconds = on_all_cores(lambda pair: np.copyto(pair[1], pair[0]), pairs, 9)
@@ -75,7 +75,7 @@ def copy_rate() -> float:
 
 
 def matrix_rate(dtype: str, size: int = MATRIX_SIZE, repeats: int = 9) -> float:
-    """Operations per second of a square `jnp.dot`."""
+    """Return the operations per second of a square `jnp.dot`."""
     a = jnp.ones((size, size), dtype)
     dot = jax.jit(jnp.dot)
     return 2 * size**3 / best_seconds(lambda: dot(a, a).block_until_ready(), repeats)
@@ -84,9 +84,9 @@ def matrix_rate(dtype: str, size: int = MATRIX_SIZE, repeats: int = 9) -> float:
 def measure(
     peer_rate: Callable[[str], float] | None = None,
 ) -> tuple[Ceilings, dict[str, dict[str, float]]]:
-    """Measure all of them, and return what each figure is the best of, too.
+    """Measure all ceilings, and return also the candidates that each is the best of.
 
-    A ceiling is the best that anything reached, so torch's products count where there is a peer:
+    A ceiling is the best that anything reached, so torch's products count if there is a peer:
     `peer_rate` returns the operations per second of its product in a dtype.
     """
     found: dict[str, dict[str, float]] = {"read": {"numpy": read_rate()}}

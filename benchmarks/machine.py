@@ -1,4 +1,4 @@
-"""Which machine, versions and day a benchmark's figures are of."""
+"""Record the machine, versions and date of a benchmark's figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jattn.cpu.native import library
 
 
 def processor() -> dict[str, Any]:
-    """The CPU's name, and what tells generations of the same name apart."""
+    """Return the CPU's name, and what distinguishes generations with the same name."""
     text = ""
-    with contextlib.suppress(OSError):  # elsewhere than on Linux
+    with contextlib.suppress(OSError):  # not on Linux
         text = Path("/proc/cpuinfo").read_text()
 
     def of(name: str) -> str | None:
@@ -38,7 +38,7 @@ def processor() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" if files of it have changed; None outside of git."""
+    """Return the checkout's commit, with "-dirty" if its files have changed; None outside git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -46,7 +46,7 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Versions, CPU, code and date of the run."""
+    """Return versions, CPU, code and date of the run."""
     packages = ("jax", "jaxlib", "numpy")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -63,5 +63,5 @@ def machine() -> dict[str, Any]:
 
 
 def run_record(**more: Any) -> dict[str, Any]:
-    """The first record of a result file: the machine, and what all rows share."""
+    """Return the first record of a result file: the machine, and what all rows share."""
     return {"kind": "run", **machine(), **more}

@@ -1,4 +1,4 @@
-"""Types of command-line options: what is wrong is said before anything is measured."""
+"""Types of command-line options, which report errors before anything is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def positive(text: str) -> int:
-    """A number of turns, calls or the like."""
+    """Parse a number of turns, calls or the like."""
     try:
         number = int(text)
     except ValueError:
@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def appendable(text: str) -> Path:
-    """A file to append lines to; it is there from now on."""
+    """Parse a file to append lines to, and create it."""
     try:
         with open(text, "a"):
             return Path(text)

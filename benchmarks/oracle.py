@@ -1,12 +1,12 @@
-"""Check a result: attention in float64 from the tokens, and an error budget around it.
+"""Check a result against float64 attention over the tokens, within an error budget.
 
 The budget of a sequence is twice the largest error that a plain computation in the precision of
 the data makes on it, plus one unit in the last place of the true value, plus sqrt(D) float32 units
-in the last place of the sequence's largest value: the D products of a logit may be added in any
-order, their roundings walk at random, and how far they got in the plain computation depends on its
-matrix library. Sequences of equal lengths share the plain computation's largest error, because on a
-single one it is a matter of luck. The budget is never a constant: long sequences, peaked softmaxes
-and large values move it as they move any honest computation.
+in the last place of the sequence's largest value. The last term is there because the D products of
+a logit may be added in any order: their roundings are a random walk, and how far it got in the
+plain computation depends on its matrix library. Sequences of equal lengths share the plain
+computation's largest error, because on a single one it is a matter of luck. The budget is never a
+constant: long sequences, peaked softmaxes and large values move it as they move any computation.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Answer:
-    """The result that a workload must have.
+    """The correct result of a workload, and how far off a plain computation is.
 
     Attributes:
       exact: float64 array [T, H, V].
@@ -45,13 +45,13 @@ class Answer:
 
 
 class WrongResultError(Exception):
-    """A result outside its budget. It is not timed."""
+    """A result is outside its budget, so it is not timed."""
 
 
 def answer(w: Workload) -> Answer:
-    """The float64 result of `w` and the error of a plain computation.
+    """Compute the float64 result of `w` and the error of a plain computation.
 
-    The last one is kept: workloads that differ only in their blocks have the same answer.
+    The last answer is cached, because workloads that differ only in their blocks share it.
     """
     return _answer(dataclasses.replace(w, name="", group="", block_size=1))
 
@@ -66,11 +66,11 @@ def _answer(w: Workload) -> Answer:
 def answer_from(
     w: Workload, queries: np.ndarray, tokens: Callable[[int], tuple[np.ndarray, np.ndarray]]
 ) -> Answer:
-    """The answer to float32 `queries` [T, H, D] over what a cache holds.
+    """Compute the answer to float32 `queries` [T, H, D] over what a cache holds.
 
     Args:
       w: the workload.
-      queries: in place of `make_queries(w)`.
+      queries: used instead of `make_queries(w)`.
       tokens: keys and values [n, K, D] of a sequence from its first visible position on, float32 or
         words of bfloat16.
     """
@@ -102,7 +102,7 @@ def answer_from(
 def check(
     w: Workload, expected: Answer, result: np.ndarray, implementation: str, slack: float = 1.0
 ) -> float:
-    """The largest share of the budget that `result` uses; raises `WrongResultError` above `slack`.
+    """Return the largest share of the budget that `result` uses.
 
     Args:
       w: the workload.
@@ -110,6 +110,9 @@ def check(
       result: [T, H, V], float32 or uint16 words of bfloat16.
       implementation: its name, for the message.
       slack: how many budgets are allowed.
+
+    Raises:
+      WrongResultError: `result` uses more than `slack` budgets, or has another shape.
     """
     if result.shape != expected.exact.shape:
         raise WrongResultError(
@@ -134,7 +137,7 @@ def check(
 
 
 def _chunks(w: Workload, b: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Query tokens of sequence `b`, some at a time, with their positions."""
+    """Yield query tokens of sequence `b`, some at a time, with their positions."""
     n = w.query_lens[b]
     for i in range(0, n, CHUNK):
         stop = min(i + CHUNK, n)
@@ -142,7 +145,7 @@ def _chunks(w: Workload, b: int) -> Iterator[tuple[slice, np.ndarray]]:
 
 
 def _attend(w, q, k, v, positions, first):
-    """Queries [n, G, D] at `positions` over the keys from position `first` on, in q's dtype."""
+    """Attend with queries [n, G, D] at `positions` over keys from position `first` on."""
     hi = positions[-1] + 1 - first
     lo = 0 if w.sliding_window is None else max(0, positions[0] - w.sliding_window + 1 - first)
     n, group, _ = q.shape
@@ -163,5 +166,5 @@ def _attend(w, q, k, v, positions, first):
 
 
 def _rounded(w: Workload, x: np.ndarray) -> np.ndarray:
-    """float32 `x` rounded to the workload's dtype."""
+    """Round float32 `x` to the workload's dtype."""
     return to_float32(to_bfloat16_words(x)) if w.dtype == "bfloat16" else x

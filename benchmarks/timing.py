@@ -1,16 +1,16 @@
-"""How a call is timed: cold keys, implementations in turn, medians.
+"""Time calls on cold keys, implementations in turn, and report medians.
 
 - **Cold keys.** Consecutive calls read different copies of the cache, which together exceed four
   times the last-level cache. Code, queries and tables stay warm, as in a layer of a model.
-- **Turns.** Implementations alternate, so that other processes disturb all of them. All turns last
-  as long: 5 ms, or one run of the slowest contender if that is longer, up to 0.1 s. One whose run
-  is longer still has turns of one run. Before a turn the machine rests: threads of the turn before
-  may spin for milliseconds after their last call, as OpenMP's do by default, and would keep a core
-  from this one. Runs at the start of a turn only wake the threads and are not counted, for the same
-  time in every turn; there are none where runs are long.
+- **Turns.** Implementations alternate, so that other processes disturb all of them. All turns have
+  the same length: 5 ms, or one run of the slowest contender if that is longer, up to 0.1 s. If a
+  run takes longer than that, its turns are one run. Before a turn the machine rests: threads of the
+  previous turn may spin for milliseconds after their last call, as OpenMP's do by default, and
+  would occupy a core. Runs at the start of a turn only wake the threads and are not counted, for
+  the same time in every turn; if runs are long there are none.
 - **Medians**, with the distance between the quartiles as the spread, and the minimum.
 
-A run may be several calls, such as the layers of a step. Figures are of a call.
+A run may be several calls, such as the layers of a step. Figures are per call.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import numpy as np
 
 from benchmarks.workloads import Workload, kv_bytes
 
-# The least length of a turn, and the most runs in it.
+# The shortest turn, and the most runs in a turn.
 TURN_SECONDS = 5e-3
 MAX_RUNS = 1000
 
-# The least number of runs before the first turn, which tell how many fill one.
+# The least number of runs before the first turn, which show how many runs fill a turn.
 PROBES = 4
 
-# Between turns: longer than idle threads spin (GNU's OpenMP: 300,000 times by default).
+# The rest between turns, longer than idle threads spin (GNU's OpenMP: 300,000 times by default).
 REST_SECONDS = 30e-3
 
-# Runs that take longer are not disturbed by waking threads.
+# Waking threads does not disturb runs that take longer than this.
 LONG_SECONDS = 0.1
 
-# A median this many times the minimum is not of the code that was timed.
+# If the median is this many times the minimum, something other than the code was timed.
 DISTURBED = 1.5
 
-# Where the last-level cache does not say its size.
+# Used if the system does not report the size of the last-level cache.
 DEFAULT_CACHE_BYTES = 32 << 20
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -54,15 +54,15 @@ class Contender(Protocol):
 
     @property
     def layers(self) -> int:
-        """The calls of one run."""
+        """The number of calls in one run."""
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` runs, every call on the next copy of the keys."""
+        """Return the seconds of each of `count` runs, every call on the next copy of the keys."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The contender that calls a function, which returns when it is done."""
+    """A contender that calls a function, which returns when it is done."""
 
     call: Callable[[], object]
     layers: int = 1
@@ -72,7 +72,7 @@ class Calls:
 
 
 def seconds_of(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` calls, which return when they are done."""
+    """Return the seconds of each of `count` calls, which return when they are done."""
     seconds = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -83,7 +83,7 @@ def seconds_of(call: Callable[[], object], count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Timing:
-    """A set of measured runs, in seconds of a call."""
+    """A set of measured runs, in seconds per call."""
 
     median: float
     low: float  # first quartile
@@ -108,18 +108,18 @@ def summarize(seconds: list[float]) -> Timing:
 
 
 def cpus() -> set[int]:
-    """The logical processors that this process may use.
+    """Return the logical processors that this process may use.
 
     Raises:
-      SystemExit: the system is not Linux, which alone says it, and how busy they are.
+      SystemExit: the system is not Linux, the only one that reports them and how busy they are.
     """
     if not hasattr(os, "sched_getaffinity"):
-        raise SystemExit(f"the benchmarks measure on Linux; this is {platform.system()}")
+        raise SystemExit(f"the benchmarks need Linux, but this is {platform.system()}")
     return os.sched_getaffinity(0)
 
 
 def cache_bytes(allowed: Iterable[int] | None = None, folder: Path = CPUS) -> int:
-    """The size of all last-level caches of the processors that this process may use, together.
+    """Return the total size of the last-level caches of the processors this process may use.
 
     An EPYC of 64 cores has eight of 32 MiB, each shared by eight cores.
 
@@ -141,23 +141,23 @@ def cache_bytes(allowed: Iterable[int] | None = None, folder: Path = CPUS) -> in
 
 
 def copies_of(size: int) -> int:
-    """How many copies of so many bytes, read in turn, are in memory and not in a cache."""
+    """Return how many copies of `size` bytes, read in turn, are in memory and not in a cache."""
     return -(-4 * cache_bytes() // size)
 
 
 def cold_copies(w: Workload) -> int:
-    """How many copies of the KV of `w` make every call find its keys in memory, not in a cache."""
+    """Return how many copies of the KV of `w` make every call read its keys from memory."""
     return copies_of(kv_bytes(w))
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(cpus())
 
 
 def interleave(contenders: Mapping[str, Contender], turns: int) -> dict[str, Timing]:
     """Time every contender `turns` times, in turn."""
-    # The least seconds of a run so far: disturbed probes shorten turns only until a run is quiet.
+    # The shortest run so far: disturbed probes shorten turns only until a run is quiet.
     least = {name: _probe(contender) for name, contender in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
@@ -174,12 +174,12 @@ def interleave(contenders: Mapping[str, Contender], turns: int) -> dict[str, Tim
 
 
 def _runs(seconds: float, once: float) -> int:
-    """How many runs that take `once` fill so many seconds."""
+    """Return how many runs of `once` seconds fill `seconds`."""
     return min(MAX_RUNS, max(1, round(seconds / once)))
 
 
 def _probe(contender: Contender) -> float:
-    """The least seconds of a run, of as many as fill a turn. The first may compile."""
+    """Return the shortest of the runs that fill a turn. The first may compile."""
     taken = contender.run(2)
     if min(taken) < LONG_SECONDS:
         taken += contender.run(PROBES - 2)

@@ -1,10 +1,10 @@
-"""A process of another Python that obeys commands, one JSON object per line.
+"""Run commands in a process of another Python, one JSON object per line.
 
     with Worker(python, "benchmarks.cpu.peer_worker") as worker:
         worker.ask("run", count=3)
 
-calls method `run` of the object that the module gave to `serve`. NumPy and the standard library
-only, so that each of the two can be any Python.
+calls method `run` of the object that the module gave to `serve`. Only NumPy and the standard
+library are used, so that both ends can be any Python.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkerError(Exception):
-    """The worker does not start, ended, or failed at a command."""
+    """The worker does not start, has ended, or failed at a command."""
 
 
 def environment(python: str) -> dict[str, str]:
-    """The environment of a worker's process with this Python.
+    """Return the environment of a worker's process with this Python.
 
-    This process' path if it is this Python, the checkout alone if it is another.
+    PYTHONPATH is the checkout, and for this same Python also this process's path.
     """
     path = [str(ROOT)]
     if os.path.realpath(python) == os.path.realpath(sys.executable):
         path += filter(None, [os.environ.get("PYTHONPATH")])
-    # jax-triton empties the name of Triton's cache, for itself.
+    # jax-triton sets the name of Triton's cache to an empty string, for itself.
     given = {
         name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR" or value
     }
-    # Unbuffered: what it printed last before it died is its reason.
+    # Unbuffered: the last line it printed before it died is the reason.
     return {**given, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 class Worker:
-    """Starts when first asked, and again when it has ended: a command that breaks the process
-    costs one answer. Use as a context manager."""
+    """A worker process. It starts at the first command, and again after it has ended, so a command
+    that crashes it costs one answer. Use as a context manager."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Worker:
 
         Args:
           python: its interpreter.
-          module: what it runs; calls `serve`.
+          module: the module it runs, which calls `serve`.
           patience: seconds to wait for an answer before the process is killed; None: forever.
-          variables: of the environment, in addition to this process'.
-          opening: arguments of the command "open", the first one, whose answer is `info`.
+          variables: environment variables in addition to this process's.
+          opening: arguments of the first command, "open", whose answer becomes `info`.
         """
         self._command = [python, "-m", module]
         self._opening, self.patience = opening, patience
@@ -84,18 +84,18 @@ class Worker:
 
     @property
     def runs(self) -> bool:
-        """Whether there is a process, as far as is known."""
+        """Whether the process runs, as far as is known."""
         return self._process is not None
 
     def path(self, name: str) -> Path:
-        """A file that both processes can use."""
+        """Return a file that both processes can use."""
         return Path(self._folder.name) / name
 
     def ask(self, do: str, **given: Any) -> Any:
-        """The answer to one command.
+        """Send one command and return the answer.
 
         Raises:
-          WorkerError: why there is none.
+          WorkerError: there is no answer; the message says why.
         """
         if self._process is None:
             self._start()
@@ -171,11 +171,11 @@ class Worker:
 def serve(worker: Any) -> None:
     """Answer commands with methods of `worker` until there are no more. A failure is an answer.
 
-    It is the last one where `worker.lost()` says that the device does not compute any more: all
-    further answers would be failures, of commands that are not to blame.
+    If `worker.lost()` says that the device no longer computes, the failure is the last answer:
+    all later commands would fail too, although they are not to blame.
     """
     lost = getattr(worker, "lost", lambda: False)
-    # Whatever a library prints must not be taken for an answer.
+    # What a library prints must not be mistaken for an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:

@@ -1,10 +1,10 @@
-"""Named workloads: the work of one attention layer in one step of serving, and its data.
+"""Named workloads: one attention layer in one step of serving, and its data.
 
 A `Workload` is a frozen description; everything else here is a function of it. Only NumPy is
-imported, so that a process without JAX (the peer's) can make the very same data from the name.
+imported, so that a process without JAX (the peer's) can make exactly the same data.
 
-The tokens are the truth: `make_tokens` gives the keys and values of one sequence, and every cache
-layout is a rearrangement of them. A bfloat16 array is held as its uint16 words.
+`make_tokens` gives the keys and values of one sequence, and every cache layout is a rearrangement
+of them. A bfloat16 array is held as its uint16 words.
 
 Axis letters: `T` query tokens, `B` sequences, `H` query heads, `K` KV heads, `D` head size of q
 and k, `V` of v, `N` blocks in the pool, `S` tokens per block, `M` width of a block table.
@@ -20,15 +20,15 @@ import numpy as np
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
-# Entries of block tables past a sequence's blocks, which are never used.
+# Entries of block tables past a sequence's blocks; no kernel may use them.
 GARBAGE_IDS = (1_000_000, -1)
 
-# Every out-of-window token sits in one shared block, as in an engine that has freed the real ones.
-# It is finite, as any once written block is, but attending to it moves the answer far away.
+# Every out-of-window token is in one shared block, as in an engine that has freed the real ones.
+# The block is finite, as every written block is, but attending to it changes the result greatly.
 NULL_BLOCK = 0
 BAIT = 1000.0
 
-# The length of the bank of normal values that tokens are cut from. It is prime and larger than the
+# The length of the bank of normal values that tokens are cut from. It is prime and exceeds the
 # number of rows of any workload here, so no two rows of a sequence are equal.
 _BANK = 1_048_583
 
@@ -38,18 +38,18 @@ class Workload:
     """One call of paged attention: lengths, heads, sizes and dtype. Every field is static.
 
     Attributes:
-      name: what the row is called, in tables and in `--filter`.
-      group: what a row is averaged with.
+      name: the row's name in tables and in `--filter`.
+      group: the group whose rows are averaged.
       query_lens: query tokens of each sequence.
-      seq_lens: keys of each sequence, this step's included.
+      seq_lens: keys of each sequence, including this step's.
       num_heads: H.
       num_kv_heads: K; must divide H.
       head_dim: D.
       value_dim: V.
       block_size: S.
       dtype: of queries and cache, "float32" or "bfloat16".
-      sliding_window: keys visible to a query, its own included; None for all.
-      seed: of all the data.
+      sliding_window: keys visible to a query, including its own; None for all.
+      seed: the seed of all data.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Workload:
         return self.head_dim**-0.5
 
     def query_start(self) -> np.ndarray:
-        """Where each sequence's query tokens begin, int32 [B + 1]."""
+        """Return where each sequence's query tokens begin, int32 [B + 1]."""
         return np.cumsum((0, *self.query_lens), dtype=np.int32)
 
     def first_visible(self, b: int) -> int:
-        """The earliest key that any query of sequence `b` sees."""
+        """Return the earliest key that any query of sequence `b` sees."""
         if self.sliding_window is None:
             return 0
         return max(0, self.seq_lens[b] - self.query_lens[b] - self.sliding_window + 1)
@@ -119,13 +119,13 @@ class Workload:
 
 
 def kv_bytes(w: Workload) -> int:
-    """Bytes of K and V that have to be read: every visible token once, for every KV head."""
+    """Count the bytes of K and V that must be read: every visible token once per KV head."""
     tokens = sum(w.seq_lens[b] - w.first_visible(b) for b in range(w.num_seqs))
     return tokens * w.num_kv_heads * (w.head_dim + w.value_dim) * ITEM_BYTES[w.dtype]
 
 
 def flops(w: Workload) -> int:
-    """Operations of the two products: 2 D + 2 V for each head and visible (query, key) pair."""
+    """Count the operations of both products: 2 D + 2 V per head and visible (query, key) pair."""
     pairs = 0
     for n, length in zip(w.query_lens, w.seq_lens, strict=True):
         visible = np.arange(length - n, length, dtype=np.int64) + 1
@@ -136,13 +136,13 @@ def flops(w: Workload) -> int:
 
 
 def blocks_of(w: Workload, b: int, block_size: int | None = None) -> range:
-    """The logical blocks of sequence `b` that are kept: those with a visible key, up to the end."""
+    """Return the logical blocks of sequence `b` from the first visible key to the end."""
     size = block_size or w.block_size
     return range(w.first_visible(b) // size, -(-w.seq_lens[b] // size))
 
 
 def from_json(given: Mapping[str, Any]) -> Workload:
-    """The workload of `dataclasses.asdict` that went through JSON, which has lists for tuples."""
+    """Make a workload from `dataclasses.asdict` that went through JSON, where tuples are lists."""
     lengths = {name: tuple(given[name]) for name in ("query_lens", "seq_lens")}
     return Workload(**{**given, **lengths})
 
@@ -151,13 +151,13 @@ def from_json(given: Mapping[str, Any]) -> Workload:
 
 
 def to_bfloat16_words(x: np.ndarray) -> np.ndarray:
-    """The uint16 words of float32 `x` rounded to bfloat16, to nearest even."""
+    """Round float32 `x` to bfloat16, to nearest even, and return the uint16 words."""
     bits = x.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
 
 
 def to_float32(stored: np.ndarray) -> np.ndarray:
-    """The values of a stored array: itself, or what its bfloat16 words mean."""
+    """Return the float32 values of a stored array: itself, or its widened bfloat16 words."""
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored
@@ -176,12 +176,12 @@ def _bank(seed: int, dtype: str) -> np.ndarray:
 
 
 def _cut(w: Workload, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal values in the stored dtype, read from the bank in a circle starting at `offset`."""
+    """Return normal values in the stored dtype, read from the bank in a circle from `offset`."""
     return np.resize(np.roll(_bank(w.seed, w.dtype), -offset), shape)
 
 
 def make_queries(w: Workload) -> np.ndarray:
-    """[T, H, D]. Twice the usual size, so that the softmax prefers some keys to others."""
+    """Make queries [T, H, D], twice the usual size so that the softmax prefers some keys."""
     values = np.random.default_rng([w.seed, 1]).standard_normal(
         (w.num_tokens, w.num_heads, w.head_dim), dtype=np.float32
     )
@@ -189,11 +189,11 @@ def make_queries(w: Workload) -> np.ndarray:
 
 
 def make_tokens(w: Workload, b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [L, K, D] and values [L, K, V] of sequence `b` from token `start` to its end."""
+    """Make keys [L, K, D] and values [L, K, V] of sequence `b` from token `start` to its end."""
     length = w.seq_lens[b] - start
     offsets = np.random.default_rng([w.seed, 2, b]).integers(_BANK, size=2)
     k_row, v_row = w.num_kv_heads * w.head_dim, w.num_kv_heads * w.value_dim
-    # The offset moves with `start`: a token does not depend on where the slice begins.
+    # The offset moves with `start`, so a token does not depend on where the slice begins.
     k = _cut(w, int(offsets[0] + start * k_row) % _BANK, (length, w.num_kv_heads, w.head_dim))
     v = _cut(w, int(offsets[1] + start * v_row) % _BANK, (length, w.num_kv_heads, w.value_dim))
     return k, v
@@ -203,8 +203,8 @@ def make_tokens(w: Workload, b: int, start: int) -> tuple[np.ndarray, np.ndarray
 class Pool:
     """The data of a workload as blocks, head-major (HND).
 
-    The pool holds every sequence `copies` times, in blocks of their own, and there are as many
-    block tables: calls that take one table after the other find their keys out of cache.
+    The pool holds every sequence `copies` times, in separate blocks, with one block table per copy:
+    calls that use one table after another find their keys out of cache.
 
     Attributes:
       key_cache: array [N, K, S, D].
@@ -222,7 +222,7 @@ class Pool:
 
 
 def make_block_tables(w: Workload, copies: int, block_size: int) -> tuple[np.ndarray, int]:
-    """Block tables [copies, B, M] that share no block, and N, a few more blocks than they name."""
+    """Make block tables [copies, B, M] that share no block, and N, slightly more than they name."""
     kept = [blocks_of(w, b, block_size) for b in range(w.num_seqs)]
     named = copies * sum(len(r) for r in kept)
     first = 0 if w.sliding_window is None else NULL_BLOCK + 1
@@ -241,7 +241,7 @@ def make_block_tables(w: Workload, copies: int, block_size: int) -> tuple[np.nda
 
 
 def make_pool(w: Workload, copies: int = 1) -> Pool:
-    """The tokens of `w` in shuffled blocks; every slot that no sequence owns holds NaN."""
+    """Put the tokens of `w` in shuffled blocks; every slot that no sequence owns holds NaN."""
     tables, num_blocks = make_block_tables(w, copies, w.block_size)
     nan, bait = _stored(np.array([np.nan, BAIT], np.float32), w.dtype)
     caches = [
@@ -273,7 +273,7 @@ def make_pool(w: Workload, copies: int = 1) -> Pool:
 # --- The suite ------------------------------------------------------------------------------------
 
 # Group -> (query_lens, seq_lens, block_size, sliding_window). The mixture is one chunk of 256
-# tokens that starts at position 2,048, between the next tokens of eight sequences as long.
+# tokens that starts at position 2,048, between the next tokens of eight sequences of that length.
 SHAPES = {
     "decode-block128": ((1,) * 8, (4096,) * 8, 128, None),
     "decode-block16": ((1,) * 8, (4096,) * 8, 16, None),
@@ -288,7 +288,7 @@ NUM_KV_HEADS = (16, 4, 2, 1)
 
 
 def workload(group: str, head_dim: int, num_kv_heads: int, dtype: str) -> Workload:
-    """The member of the suite with this shape, e.g. `workload("prefill", 512, 4, "bfloat16")`."""
+    """Make the member of the suite with this shape, such as `("prefill", 512, 4, "bfloat16")`."""
     query_lens, seq_lens, block_size, window = SHAPES[group]
     return Workload(
         name=f"{group}-head{head_dim}-kv{num_kv_heads}-{SHORT_DTYPE[dtype]}",
@@ -306,7 +306,7 @@ def workload(group: str, head_dim: int, num_kv_heads: int, dtype: str) -> Worklo
 
 
 def suite() -> tuple[Workload, ...]:
-    """Every group at every head size, number of KV heads and dtype."""
+    """Return every group at every head size, number of KV heads and dtype."""
     return tuple(
         workload(group, head_dim, num_kv_heads, dtype)
         for dtype in ("bfloat16", "float32")
@@ -317,5 +317,5 @@ def suite() -> tuple[Workload, ...]:
 
 
 def quick_suite() -> tuple[Workload, ...]:
-    """Two rows of every group and dtype: head sizes 128 and 512, 4 KV heads."""
+    """Return two rows of every group and dtype: head sizes 128 and 512, 4 KV heads."""
     return tuple(w for w in suite() if w.num_kv_heads == 4 and w.head_dim in (128, 512))

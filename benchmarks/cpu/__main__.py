@@ -1,18 +1,18 @@
-"""Time paged attention on this CPU; compare it with the machine's ceilings and vLLM's kernel.
+"""Time paged attention on this CPU against the machine's ceilings and vLLM's kernel.
 
     python -m benchmarks.cpu [--quick] [--filter REGEX] [--repeat N] [--patience SECONDS]
                              [--peer-python PATH] [--json FILE]
 
 For every workload: make the data, check the results against float64, and only then time them, jattn
 and vLLM in turn and on cold keys (`benchmarks.timing`). Prints a table row for each workload, and
-with --json appends a line of JSON; `run` in it says of which of the file's runs it is.
+with --json appends a line of JSON, whose `run` says which of the file's runs it belongs to.
 
 Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
 over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
 of cores that other processes kept busy meanwhile, which should be 0. The summary leaves out rows
-where the median of either contender is more than 1.5 times its minimum, and names them. It compares
-decode with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
+where the median of either contender is more than 1.5 times its minimum, and names them. It also
+compares decode with reading blocks in random order (`benchmarks.cpu.random_reads`).
 """
 
 import argparse
@@ -33,8 +33,8 @@ from benchmarks.options import add_json, positive
 from benchmarks.worker import WorkerError
 from benchmarks.workloads import Workload, quick_suite, suite
 
-# The peer may exceed the budget that jattn must keep, in float32 at D = 512 it sometimes does by a
-# few percent. A call that we got wrong would miss by thousands.
+# The peer may exceed the budget that jattn must keep: in float32 at D = 512 it sometimes does by a
+# few percent. If we called it wrongly it would miss by thousands.
 PEER_SLACK = 2.0
 
 
@@ -64,12 +64,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose(quick: bool, pattern: str) -> list[Workload]:
-    """The workloads to run."""
+    """Return the workloads to run."""
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
 
 
 def count_runs(file: Path | None) -> int:
-    """The number of runs that a file has already."""
+    """Count the runs that a file has already."""
     lines = file.read_text().splitlines() if file else []
     return sum(json.loads(line).get("kind") == "run" for line in lines)
 
@@ -106,7 +106,7 @@ def measure(
         timings, busy = neighbours.quietest(lambda: timing.interleave(contenders, turns))
     except WorkerError as error:
         assert peer_row is not None
-        peer_row = dataclasses.replace(peer_row, error=f"it ended while it was timed: {error}")
+        peer_row = dataclasses.replace(peer_row, error=f"it crashed while it was timed: {error}")
         alone = {"jattn": contender}
         timings, busy = neighbours.quietest(lambda: timing.interleave(alone, turns))
     if peer_row is not None and "peer" in timings:
@@ -123,7 +123,7 @@ def measure(
 
 
 def check_peer(w: Workload, expected: oracle.Answer, peer: Peer) -> report.PeerRow:
-    """Whether the peer can run `w`, and gives the right result."""
+    """Check whether the peer can run `w` and gives the right result."""
     block_size, isa = 0, ""
     try:
         prepared = peer.receive()

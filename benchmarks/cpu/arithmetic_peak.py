@@ -1,12 +1,12 @@
-"""How fast all cores multiply and add in registers, and which share of that prefill reaches.
+"""Measure how fast all cores multiply and add in registers, and the share that prefill reaches.
 
     python -m benchmarks.cpu.arithmetic_peak [--filter REGEX] [--repeat N] [--json FILE]
 
 The loop is C++ (`arithmetic_peak.cc`), compiled for this machine: float32 with the widest vectors,
-and pairs of bfloat16 where one instruction multiplies them (AVX-512 BF16; a matrix unit is left
-out). A product of matrices reads memory, too, so `jax.numpy.dot` stays below it. The workloads are
-the prefills of `benchmarks.cpu.sdpa`, and the columns those of `benchmarks.cpu`, where `of ceiling`
-is the share of the loop's rate.
+and pairs of bfloat16 if one instruction multiplies them (AVX-512 BF16; the loop leaves out matrix
+units). A matrix product also reads memory, so `jax.numpy.dot` stays below the loop. The workloads
+are the prefills of `benchmarks.cpu.sdpa`, and the columns those of `benchmarks.cpu`, where `of
+ceiling` is the share of the loop's rate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _loop() -> ctypes.CDLL:
 
 
 def rate(dtype: str, steps: int = STEPS, repeats: int = 9) -> float | None:
-    """Operations per second of the loop on all cores; None where the dtype has no instruction.
+    """Return the loop's operations per second on all cores; None if no instruction has the dtype.
 
     Raises:
       build.BuildError, OSError: as `loops.compiled`.

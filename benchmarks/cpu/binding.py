@@ -1,16 +1,16 @@
-"""The environment that vLLM gives a worker on a CPU: one OpenMP thread on each core, bound to it.
+"""Set the environment that vLLM gives CPU workers: one OpenMP thread bound to each core.
 
 vLLM 0.32 does this by default (`VLLM_CPU_OMP_THREADS_BIND=auto`; its files `platforms/cpu.py` and
 `utils/ompmultiprocessing.py`). `variables` sets the same:
 
-- LD_PRELOAD: torch's copy of GNU's OpenMP, unless an OpenMP is preloaded already; before it
-  libtcmalloc, where the vLLM package has one;
-- OMP_NUM_THREADS: the number of cores, with one logical processor each, the last of its core;
-- what binds thread n to the n-th of them: GOMP_CPU_AFFINITY for GNU's OpenMP; KMP_AFFINITY,
+- LD_PRELOAD: torch's copy of GNU's OpenMP, unless an OpenMP is already preloaded; libtcmalloc comes
+  before it if the vLLM package has one;
+- OMP_NUM_THREADS: the number of cores, each with one logical processor, the last of its core;
+- what binds thread n to the n-th of these: GOMP_CPU_AFFINITY for GNU's OpenMP; KMP_AFFINITY,
   KMP_BLOCKTIME and KMP_TPAUSE for Intel's and LLVM's; else OMP_PLACES and OMP_PROC_BIND.
 
-It differs in two ways, for both contenders have all cores here: no core is kept for a scheduler,
-and the cores of all NUMA nodes count, where a worker of vLLM has those of one.
+It differs from vLLM in two ways, because both contenders get all cores here: no core is reserved
+for a scheduler, and the cores of all NUMA nodes count, where a vLLM worker gets those of one node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = (
 
 
 def one_cpu_per_core(allowed: Iterable[int], topology: Path = timing.CPUS) -> list[int]:
-    """Of each core the last of its logical processors that are allowed."""
+    """Return the last allowed logical processor of each core."""
     last: dict[str, int] = {}
     for cpu in sorted(allowed):
         siblings = topology / f"cpu{cpu}/topology/thread_siblings_list"
@@ -44,7 +44,7 @@ def one_cpu_per_core(allowed: Iterable[int], topology: Path = timing.CPUS) -> li
 
 
 def preloads(python: str, preloaded: str) -> str:
-    """LD_PRELOAD of the worker, given the one of this process; `python` need not have vLLM."""
+    """Return the worker's LD_PRELOAD, given this process's; `python` need not have vLLM."""
     code = (
         "from importlib.util import find_spec\n"
         "for name in ('torch', 'vllm'):\n"
@@ -68,7 +68,7 @@ def preloads(python: str, preloaded: str) -> str:
 
 
 def binding(cpus: Sequence[int], preloaded: str) -> dict[str, str]:
-    """The variables that put one OpenMP thread on each of `cpus`, for the OpenMP preloaded."""
+    """Return the variables that make the preloaded OpenMP bind one thread to each of `cpus`."""
     found = {"OMP_NUM_THREADS": str(len(cpus))}
     if "libiomp" in preloaded or "libomp" in preloaded:
         listed = ",".join(map(str, cpus))
@@ -84,14 +84,14 @@ def binding(cpus: Sequence[int], preloaded: str) -> dict[str, str]:
 
 
 def variables(python: str) -> dict[str, str]:
-    """What the worker's environment has in addition to this process'."""
+    """Return what the worker's environment has in addition to this process's."""
     preloaded = preloads(python, os.environ.get("LD_PRELOAD", ""))
     given = binding(one_cpu_per_core(timing.cpus()), preloaded)
     return given | ({"LD_PRELOAD": preloaded} if preloaded else {})
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `variables` in an environment, with file names in place of paths."""
+    """Return the values of these variables in an environment, with paths cut to file names."""
     found = {name: environment[name] for name in NAMES if name in environment}
     if "LD_PRELOAD" in found:
         found["LD_PRELOAD"] = ":".join(Path(p).name for p in found["LD_PRELOAD"].split(":"))

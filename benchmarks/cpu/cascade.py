@@ -1,11 +1,11 @@
-"""Decode sequences that share a prefix: compare `jattn.cascade_attention` with the flat call.
+"""Compare `jattn.cascade_attention` with the plain call, decoding sequences that share a prefix.
 
     python -m benchmarks.cpu.cascade [--sequences 32] [--shared 8192] [--own 256] [--head-dim 128]
                                      [--turns 9] [--json FILE]
 
 16 query heads over 4 KV heads in bfloat16, blocks of 128 in shuffled order. Both results are
-checked against float64 (`benchmarks.oracle`) before either is timed; they are timed in turn, and a
-line has the medians and the flat call's time over the cascade's.
+checked against float64 (`benchmarks.oracle`) before either is timed. They are timed in turn; a line
+has the medians and the plain ("flat") call's time over the cascade's.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HEADS, KV_HEADS, BLOCK = 16, 4, 128
 
 
 def measure(sequences: int, shared: int, rest: int, head_dim: int, turns: int) -> dict[str, Any]:
-    """Times of both calls, and their ratio. `shared` is a multiple of the block size.
+    """Time both calls, and return their ratio. `shared` is a multiple of the block size.
 
     Raises:
       oracle.WrongResultError: a result is outside its error budget; nothing was timed.

@@ -1,21 +1,21 @@
-"""Decode and writing by cache format, compared with bfloat16, on this CPU.
+"""Time decode and writes in each cache format, compared with bfloat16, on this CPU.
 
     python -m benchmarks.cpu.format_speed [--head-dim D ...] [--kv-heads K] [--turns N]
                                           [--json FILE]
 
-Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 (or K) KV heads, blocks of 128,
-bfloat16 queries, in a jitted step of 16 layers as a model makes them: each on another copy of the
-keys, of which there are enough that none is in a cache, and on the result of the layer before; then
-`update_kv_cache` of 2,048 tokens. Stored numbers must be within `STORED` of the input, and the
-decode within the budget of `benchmarks.oracle` of float64 attention over the stored numbers;
+Decode has 8 sequences of 4,096 tokens, 16 query heads over 4 (or K) KV heads, blocks of 128 and
+bfloat16 queries, in a jitted step of 16 layers. As in a model, each layer takes the result of the
+layer before; each reads another copy of the keys, with enough copies that none is in a cache. Then
+`update_kv_cache` writes 2,048 tokens. Stored numbers must be within `STORED` of the input, and the
+decode within the budget of `benchmarks.oracle` around float64 attention over the stored numbers;
 otherwise nothing is timed.
 
 The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
-together (other load on the machine shows less in them than in the wall clock), a decode's a
-sixteenth of its step's. "bf16 over it" is bfloat16's time over the format's: above 1 the format is
-faster. Writes are in millions of tokens x KV heads x 128 numbers a second. "of read" and "of copy"
-are shares of what all cores together read, and copy, in plain NumPy in the same run: of the bytes
-of KV that a decode reads, and of those that a write is given and stores.
+together, because other load on the machine affects them less than wall-clock time. A decode's time
+is a sixteenth of its step's. "bf16 over it" is bfloat16's time over the format's: above 1 the
+format is faster. Writes are in millions of tokens x KV heads x 128 numbers a second. "of read" and
+"of copy" are shares of the rates at which all cores together read and copy in plain NumPy in the same
+run, counting the bytes of KV that a decode reads, and those that a write is given and stores.
 """
 
 import argparse
@@ -45,8 +45,8 @@ FORMATS = {
     "int4_zero": jattn.Int4(zero_point=True),
     "nvfp4": jattn.Nvfp4(),
 }
-# The largest root mean square of the change, relative to the input's: about twice what rounding to
-# nearest changes in normal numbers.
+# The largest allowed root mean square of the change, relative to the input's: about twice what
+# rounding to nearest changes in normal numbers.
 STORED = {
     "bfloat16": 0.004,
     "fp8_e4m3": 0.05,
@@ -59,7 +59,7 @@ STORED = {
 
 
 def num_copies(name: str, head_dim: int, num_kv_heads: int) -> int:
-    """Copies of the keys: two, or as many as are not in a cache, in whole steps of layers."""
+    """Return the copies of the keys: two, or enough to miss caches, in whole steps of layers."""
     token = 2 * num_kv_heads * FORMATS[name].bytes_per_token(head_dim)
     copies = max(2, timing.copies_of(SEQS * TOKENS * int(token)))
     return copies if copies < LAYERS else -(-copies // LAYERS) * LAYERS
@@ -96,18 +96,18 @@ class Pool:
         self.caches = jax.block_until_ready(self._write(*self.caches, self.new, self.new, slots))
 
     def decode(self) -> jax.Array:
-        """Of the first copy of the keys."""
+        """Decode over the first copy of the keys."""
         table = self.tables[0]
         out = self._attend(self.query, *self.caches, block_tables=table, **self.lens)
         return out.block_until_ready()
 
     def step(self, turn: int = 0) -> jax.Array:
-        """A decode in each of `LAYERS` layers."""
+        """Decode in each of `LAYERS` layers."""
         tables = self._layers[turn % len(self._layers)]
         return self._step(self.query, self.caches, tables, self.lens).block_until_ready()
 
     def numbers(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [n * S, K, D] that the blocks hold, as their format defines them."""
+        """Return keys and values [n * S, K, D] of the blocks, as their format defines them."""
 
         def of(cache: jattn.KVArray) -> np.ndarray:
             params = jax.tree.map(lambda x: x[blocks], cache.quant_params)._asdict()
@@ -119,7 +119,7 @@ class Pool:
         return of(self.caches[0]), of(self.caches[1])
 
     def check(self) -> float:
-        """The share of the budget that a decode uses; raises `oracle.WrongResultError`."""
+        """Return the share of the budget that a decode uses, or raise `oracle.WrongResultError`."""
         _, num_kv_heads, head_dim = self.new.shape
         given = np.asarray(self.new, np.float32)
         for stored in self.numbers(np.arange(NEW // BLOCK)):
@@ -146,10 +146,10 @@ class Pool:
 
 
 def medians(calls: dict, turns: int, clock: Callable[[], float] = time.process_time) -> dict:
-    """Seconds of a call of each, in turn: of the CPU, unless another clock is given.
+    """Time each function in turn, in CPU seconds unless another clock is given.
 
-    Each turn begins with another one, and each call is given another number: calls that share keys
-    choose their copy by it.
+    Each turn starts with a different function, and each call gets a different number, by which
+    calls that share keys choose their copy.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
@@ -158,7 +158,7 @@ def medians(calls: dict, turns: int, clock: Callable[[], float] = time.process_t
         for place, name in enumerate(names[first:] + names[:first]):
             begin = clock()
             calls[name](turn * len(names) + place)
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 seconds[name].append(clock() - begin)
     return {name: float(np.median(taken)) for name, taken in seconds.items()}
 
@@ -170,13 +170,13 @@ class Row:
     head_dim: int
     format: str
     decode_ms: float
-    ratio: float  # bfloat16's decode over this
+    ratio: float  # bfloat16's decode time over this one's
     of_read: float
     write_rate: float  # millions a second of a token and KV head, in units of 128 numbers
     of_copy: float
     kv_mib: float
     budget_used: float
-    num_kv_heads: int = 4  # older records have no other
+    num_kv_heads: int = 4  # older records always have 4
 
     def __str__(self) -> str:
         return (
@@ -195,7 +195,7 @@ HEADER = (
 def measure(
     head_dim: int, num_kv_heads: int, names: Sequence[str], turns: int, rates: dict
 ) -> list[Row]:
-    """Rows of checked formats at one head size; raises `oracle.WrongResultError`."""
+    """Check and time formats at one head size; raise `oracle.WrongResultError` if one is wrong."""
     pools = {name: Pool(name, head_dim, num_kv_heads) for name in names}
     used = {name: pool.check() for name, pool in pools.items()}
     steps = medians({name: pool.step for name, pool in pools.items()}, turns)

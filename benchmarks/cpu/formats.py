@@ -1,16 +1,16 @@
-"""Accuracy and memory of each cache format on the examples' checkpoints.
+"""Measure the accuracy and memory of each cache format on the examples' checkpoints.
 
     python -m benchmarks.cpu.formats [--format NAME ...] [--model NAME ...] [--rows R] [--json FILE]
 
-Every text is read a token at a time, as decoding does, from caches of each format; so the scale of
-a block is set by its first token. A text of `byte-gemma`, which is trained, is held-out English; of
-a checkpoint with random weights, its reference's prompts with the tokens that followed. Calibrated
-scales, one per KV head, are taken from other text: English it learned from, or random bytes.
+Every text is read one token at a time, as in decoding, with caches of each format, so the first
+token of a block sets its scale. The trained model, `byte-gemma`, reads held-out English;
+checkpoints with random weights read their reference's prompts with the tokens that followed.
+Calibrated scales, one per KV head, come from other text: English it learned from, or random bytes.
 
 A line gives, relative to float32 caches: the root mean square of the logits' error, how many greedy
 choices are the same, the bits per byte of held-out text, and the bytes of a token in the caches of
-all layers. Nothing is printed before the logits over float32 caches were found to be those of
-another computation: the reference's, or those without pages.
+all layers. Before anything is printed, the logits over float32 caches must match those of another
+computation: the reference's, or one without pages.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ MODELS = (SPEAKING, *BUNDLED, "gpt-oss-tiny", "qwen3-tiny")  # without recurrent
 
 
 class WrongLogitsError(Exception):
-    """The logits over float32 caches are not those of another computation."""
+    """The logits over float32 caches do not match those of another computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """The tokens that are read, and what is known about them."""
+    """The tokens that a model reads, and what is known about them."""
 
     tokens: np.ndarray  # int32 [R, n], zeros past a text's end
     lens: np.ndarray  # int32 [R]
@@ -77,7 +77,7 @@ class Texts:
 
     @property
     def real(self) -> np.ndarray:
-        """bool [R, n]: which tokens are of a text."""
+        """bool [R, n]: which tokens belong to a text."""
         return np.arange(self.tokens.shape[1])[None] < self.lens[:, None]
 
 
@@ -94,7 +94,7 @@ class Cost:
     bytes_per_token: int  # in the caches of all layers
 
     def line(self) -> str:
-        """The line in Markdown."""
+        """Format the line in Markdown."""
         bits = "" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
         share = f"{self.equal_tokens / self.num_tokens:.1%}"
         cells = (self.model, self.format, bits, f"{self.rms_error:.4f}", share)
@@ -102,7 +102,7 @@ class Cost:
 
 
 def english(num_rows: int) -> Texts:
-    """Rows from all over the held-out text, and as many that training read."""
+    """Return rows from all over the held-out text, and as many that training read."""
     rows = []
     for part in byte_text.split(byte_text.paragraphs())[::-1]:
         text = np.frombuffer(part, np.uint8)
@@ -112,7 +112,7 @@ def english(num_rows: int) -> Texts:
 
 
 def noise(reference: Reference, vocab_size: int) -> Texts:
-    """A reference's prompts, each with the tokens that followed."""
+    """Return a reference's prompts, each with the tokens that followed."""
     rows = [(*p, *t) for p, t in zip(reference.prompts, reference.tokens.tolist(), strict=True)]
     lens = np.array([len(row) for row in rows])
     tokens = np.zeros((len(rows), lens.max()), np.int32)
@@ -123,7 +123,7 @@ def noise(reference: Reference, vocab_size: int) -> Texts:
 
 
 class Reader:
-    """A model that reads rows of tokens, one of each row a step."""
+    """A model that reads rows of tokens, one token of each row per step."""
 
     def __init__(self, model: Model, num_rows: int, length: int):
         if not all(isinstance(cache, AttentionCache) for cache in model.layers.values()):
@@ -137,12 +137,12 @@ class Reader:
         self.read = jax.jit(self._read, donate_argnums=1)
 
     def empty(self, kv_format) -> Caches:
-        """Empty caches; formats of one kind share a compilation."""
+        """Make empty caches; formats of one kind share a compilation."""
         ids = dict.fromkeys(self.groups, self.num_blocks)
         return init_caches(self.model.layers, ids, BLOCK, kv_format)
 
     def __call__(self, caches: Caches, tokens: np.ndarray) -> tuple[np.ndarray, Caches]:
-        """`(logits [R, n, vocabulary], caches)`; `caches` are used up."""
+        """Return `(logits [R, n, vocabulary], caches)`; the given `caches` are donated."""
         logits, caches = self.read(self.model.params, caches, jnp.asarray(tokens))
         return np.asarray(logits).swapaxes(0, 1), caches
 
@@ -173,7 +173,7 @@ class Reader:
 
 
 def calibrated(caches: Caches, full: Caches) -> Caches:
-    """Empty `caches` with scales from the numbers in `full` caches of floats."""
+    """Return empty `caches` with scales from the numbers in `full` caches of floats."""
     pools = []
     for pair, seen in zip(caches.pools, full.pools, strict=True):
         key, value = (x.numbers().swapaxes(1, 2) for x in seen)  # [N, S, K, D]
@@ -185,7 +185,7 @@ def calibrated(caches: Caches, full: Caches) -> Caches:
 
 
 def bits_per_byte(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean of -log2 p(byte) over all but the first byte of rows [R, n]."""
+    """Return the mean of -log2 p(byte) over all but the first byte of rows [R, n]."""
     logits = logits[:, :-1].astype(np.float64)
     logits = logits - logits.max(axis=-1, keepdims=True)
     right = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -193,10 +193,10 @@ def bits_per_byte(logits: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def check(model: Model, logits: np.ndarray, texts: Texts, reference: Reference | None) -> None:
-    """Whether logits over float32 caches are those of another computation.
+    """Check that logits over float32 caches match those of another computation.
 
     Raises:
-      WrongLogitsError: they are not.
+      WrongLogitsError: they do not.
     """
     if reference is not None:
         errors = [
@@ -213,7 +213,7 @@ def check(model: Model, logits: np.ndarray, texts: Texts, reference: Reference |
 
 
 def measure(name: str, formats: Sequence[str], num_rows: int) -> Iterator[Cost]:
-    """The cost of each format on a checkpoint."""
+    """Yield the cost of each format on a checkpoint."""
     model = load_model(CHECKPOINTS / name, "float32")
     reference = None
     if name == SPEAKING:

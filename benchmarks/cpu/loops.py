@@ -1,4 +1,4 @@
-"""Loops in C++, compiled for this machine when they are needed."""
+"""Compile C++ loops for this machine when they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jattn.cpu.native import build
 
 
 def compiled(source: Path) -> ctypes.CDLL:
-    """The functions of a source file.
+    """Compile a source file and load its functions.
 
     Raises:
       build.BuildError: there is no compiler, or it failed.

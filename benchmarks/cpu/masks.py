@@ -4,11 +4,11 @@
                                    [--variant NAME ...] [--json FILE]
 
 Three workloads, 16 query heads over 4 KV heads, blocks of 128, bfloat16: decode of 8 sequences of
-4,096 tokens, the same with 8 drafted tokens each, prefill of 2,048. Every result is compared with
-attention written out in NumPy before it is timed. All variants of a workload take turns in one
-process. A line has the median of the CPU seconds of a call, its ratio to the plain call (below 1
-the variant is faster), and two shares of the plain call's work: visible pairs of query and key,
-and tiles of 256 queries by 128 keys with a visible pair, since the others can be skipped.
+4,096 tokens, the same with 8 drafted tokens each, and prefill of 2,048. Every result is compared
+with attention written out in NumPy before it is timed. All variants of a workload take turns in one
+process. A line has the median CPU seconds of a call, its ratio to the plain call (below 1 the
+variant is faster), and two shares of the plain call's work: visible pairs of query and key, and
+tiles of 256 queries by 128 keys with a visible pair, since all other tiles can be skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.serving.records import append
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
 TILE = (256, 128)
-EXTENT = 128  # of the bias table: where T5's buckets end
+EXTENT = 128  # of the bias table: T5's buckets end here
 # A row's rounding stays below 0.5% of its rms; one key of 4,096 is 1.6% of it.
 LIMIT = 0.01
 
@@ -46,17 +46,17 @@ class Workload:
 
     @property
     def positions(self) -> np.ndarray:
-        """int [Q]: of a sequence's query tokens."""
+        """int [Q]: the positions of a sequence's query tokens."""
         return np.arange(self.seq_len - self.query_len, self.seq_len)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Arguments of a call, and their meaning."""
+    """Arguments of a call, and what they mean."""
 
     name: str
     options: dict
-    seen: np.ndarray  # bool [Q, n], of every sequence
+    seen: np.ndarray  # bool [Q, n], for every sequence
     bias: np.ndarray | None = None  # float [H, Q, n], added to the logits
 
 
@@ -74,7 +74,7 @@ VARIANTS = (
 
 
 def variants(kind: str) -> list[Variant]:
-    """The plain call and all others of a workload; those that skip keys see about a quarter."""
+    """Return all variants of a workload, plain first; those that skip keys see about a quarter."""
     work, rng = WORKLOADS[kind], np.random.default_rng(1)
     query, key = work.positions[:, None], np.arange(work.seq_len)[None]
     causal, quarter = key <= query, work.seq_len // 4
@@ -123,7 +123,7 @@ def variants(kind: str) -> list[Variant]:
 
 
 class Inputs:
-    """A workload's arrays; copies of the keys take turns, enough that a call finds none cached."""
+    """A workload's arrays, with enough copies of the keys that no call finds them cached."""
 
     def __init__(self, work: Workload, head_dim: int):
         rng = np.random.default_rng(0)
@@ -146,7 +146,7 @@ class Inputs:
             self.static["max_query_len"] = work.query_len
 
     def call(self, variant: Variant) -> Callable[[int], jax.Array]:
-        """The variant as a function of the number of the call, which chooses the copy."""
+        """Return the variant as a function of the call's number, which chooses the copy."""
         run = jax.jit(
             lambda *arrays, **given: jattn.paged_attention(*arrays, **given, **self.static)
         )
@@ -192,7 +192,7 @@ class Inputs:
 
 
 def tiles_seen(seen: np.ndarray) -> int:
-    """Tiles of `TILE` in which a query sees a key."""
+    """Count the tiles of `TILE` in which some query sees a key."""
     pad = [(0, -size % tile) for size, tile in zip(seen.shape, TILE, strict=True)]
     padded = np.pad(seen, pad)
     rows, columns = (size // tile for size, tile in zip(padded.shape, TILE, strict=True))
@@ -200,7 +200,7 @@ def tiles_seen(seen: np.ndarray) -> int:
 
 
 def measure(kind: str, head_dim: int, turns: int, only: Sequence[str] | None) -> list[dict]:
-    """A row for each variant of a workload, or for some; the plain call first."""
+    """Measure all or some variants of a workload; the plain call's row comes first."""
     work = WORKLOADS[kind]
     inputs = Inputs(work, head_dim)
     calls, pairs, tiles = {}, {}, {}

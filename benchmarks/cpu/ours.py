@@ -12,10 +12,10 @@ import jattn
 from benchmarks.timing import seconds_of
 from benchmarks.workloads import Workload, kv_bytes, make_pool, make_queries
 
-# Decode of less than some three milliseconds is timed in a jitted step, as a model's layers do it:
-# else what Python takes to start a program would be a tenth of its time and more. Calls of tens of
-# microseconds are made by as many layers as models of tens of billions of parameters have: a step's
-# first call wakes XLA's threads, and takes several times as long as the others.
+# Decode of less than some three milliseconds is timed in a jitted step, as a model's layers run it:
+# otherwise starting a program from Python would be a tenth of its time or more. For calls of tens
+# of microseconds the step has as many layers as models of tens of billions of parameters: its first
+# call wakes XLA's threads, and takes several times as long as the others.
 STEP_BYTES, SHORT_BYTES = 64 << 20, 8 << 20
 LAYERS, SHORT_LAYERS = 16, 64
 
@@ -23,7 +23,7 @@ PART_BLOCKS = 1024
 
 
 def device_array(stored: np.ndarray) -> jax.Array:
-    """A stored array as a JAX array of the dtype that it means."""
+    """Return a stored array as a JAX array of its real dtype."""
     return jnp.asarray(stored.view(jnp.bfloat16) if stored.dtype == np.uint16 else stored)
 
 
@@ -34,7 +34,7 @@ def _put(pool: jattn.KVArray, blocks: jax.Array, at: jax.Array) -> jattn.KVArray
 
 
 def caches(keys: np.ndarray, values: np.ndarray, dtype: str) -> tuple[jattn.KVArray, jattn.KVArray]:
-    """Stored pools [N, K, S, D] as jattn's caches, made as a user makes them."""
+    """Make jattn's caches, as a user does, and fill them with stored pools [N, K, S, D]."""
     num_blocks, heads, block_size, head_dim = keys.shape
     made = jattn.init_kv_cache(
         num_blocks,
@@ -53,7 +53,7 @@ def caches(keys: np.ndarray, values: np.ndarray, dtype: str) -> tuple[jattn.KVAr
 
 
 def step_of_layers(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A jitted step: `attend` with each of the block tables, on the result of the layer before."""
+    """Jit a step: `attend` with each of the block tables, on the result of the layer before."""
 
     @jax.jit
     def step(query, caches, block_tables, lengths):
@@ -103,21 +103,21 @@ class Attention:
         self._call, self._step = jax.jit(attend), step_of_layers(attend)
 
     def attend(self) -> jax.Array:
-        """One call, on the next copy of the keys."""
+        """Run one call, on the next copy of the keys."""
         return self._call(
             self._query, *self._caches, block_tables=next(self._block_tables), **self._lengths
         )
 
     def step(self) -> jax.Array:
-        """As many calls as layers in one program, each on the next copy and the result before."""
+        """Run a call per layer in one program, each on the next copy and the previous result."""
         return self._step(self._query, self._caches, next(self._step_tables), self._lengths)
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` runs, of a call or a step of `layers` of them."""
+        """Return the seconds of each of `count` runs: of a call, or of a step of `layers` calls."""
         run = self.attend if self.layers == 1 else self.step
         return seconds_of(lambda: run().block_until_ready(), count)
 
     def result(self) -> np.ndarray:
-        """[T, H, V] as stored: float32, or uint16 words."""
+        """Return the result [T, H, V] as stored: float32, or uint16 words."""
         out = np.asarray(self.attend())
         return out.view(np.uint16) if out.dtype == jnp.bfloat16 else out

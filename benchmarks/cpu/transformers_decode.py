@@ -4,10 +4,10 @@
         [--dtype float32] [--turns 9] [--json FILE]
 
 Needs torch and transformers (`pip install '.[transformers]'`). The model has Qwen3-0.6B's sizes and
-random weights. Both contenders read the same prompt and then the same tokens, one a step; the
-logits of every step are compared with each other's before either is timed. Contenders take turns of
-four steps, and a line has the medians per step and sdpa's time over jattn's. sdpa is not compiled,
-as `generate` leaves it on a CPU.
+random weights. Both contenders read the same prompt and then the same tokens, one per step; their
+logits of every step are compared before either is timed. Contenders take turns of four steps, and a
+line has the medians per step and sdpa's time over jattn's. sdpa is not compiled, because `generate`
+does not compile it on a CPU.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from benchmarks.machine import run_record
 from benchmarks.options import add_json, positive
 from benchmarks.serving.peer import QWEN3
 
-# Qwen3-0.6B's; what is left out has no weights.
+# Qwen3-0.6B's sizes, without the settings that shape no weights.
 SIZES: dict[str, Any] = {
     name: value for name, value in QWEN3.items() if name not in ("model_type", "rope_theta")
 }
-STEPS = 4  # of a turn; the first is not counted, it finds the other's numbers in the caches
-# Of the root mean square of the logits: what two orders of summation may differ by.
+STEPS = 4  # per turn; the first, which finds the other's data in the caches, is not counted
+# How much two orders of summation may differ, relative to the logits' root mean square.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
@@ -42,18 +42,18 @@ class Contender:
         self.step(prompt)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after the last of `tokens` [B, n]."""
+        """Return the logits after the last of `tokens` [B, n]."""
         self.model.set_attn_implementation(self.attention)
         return self.read(tokens)
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`step` of a model that has this contender's attention."""
+        """Run `step` on a model that already has this contender's attention."""
         with torch.no_grad():
             out = self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
         return out.logits[:, -1].float()
 
     def run(self, tokens: torch.Tensor) -> list[float]:
-        """Seconds of a step for each but the first of `tokens` [B, n]."""
+        """Return the seconds of a step for each but the first of `tokens` [B, n]."""
         seconds = []
         self.model.set_attn_implementation(self.attention)
         for token in tokens.split(1, dim=1):
@@ -64,14 +64,14 @@ class Contender:
 
 
 def measure(batch: int, context: int, room: int, dtype: str, turns: int) -> dict[str, Any]:
-    """Times of both contenders, and their ratio.
+    """Time both contenders, and return their ratio.
 
     Raises:
       AssertionError: the contenders' logits differ by more than rounding; nothing was timed.
     """
     config = transformers.Qwen3Config(**SIZES)
     torch.manual_seed(0)
-    with initialization.no_init_weights():  # its own is slow
+    with initialization.no_init_weights():  # the default initialization is slow
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.eval().tie_weights()
     with torch.no_grad():

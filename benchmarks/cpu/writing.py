@@ -1,15 +1,15 @@
-"""Writing into a cache by the native kernel and by XLA, on this CPU.
+"""Time writes into a cache by the native kernel and by XLA, on this CPU.
 
     python -m benchmarks.cpu.writing [--head-dim D ...] [--turns N] [--json FILE]
 
-`update_kv_cache` of bfloat16 rows, 4 KV heads, blocks of 128, caches donated, the slots of a call
-never those of the call before: 2,048 tokens (prefill), and 8 tokens in blocks of their own (a
-decode step of 8 sequences). Both write the same bits, or nothing is timed.
+The calls are `update_kv_cache` of bfloat16 rows with 4 KV heads, blocks of 128 and donated caches,
+and never write the slots of the call before: 2,048 tokens (prefill), and 8 tokens in separate
+blocks (a decode step of 8 sequences). Unless both write the same bits, nothing is timed.
 
 Formats and implementations take turns in one process, on the cores it may use (`taskset -c 0` for
 one); times are medians. Rates are in millions of tokens x KV heads x 128 numbers a second, of keys
-and values. "of copy" is native's share of what these cores copy in plain NumPy in the same run,
-counting the bytes that are read and stored.
+and values. "of copy" is the native kernel's share of the rate at which these cores copy in plain
+NumPy in the same run, counting the bytes that are read and stored.
 """
 
 import argparse
@@ -39,7 +39,7 @@ IMPLEMENTATIONS = ("native", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One format at one head size: microseconds of a call, and rates."""
+    """One format at one head size: microseconds per call, and rates."""
 
     cores: int
     head_dim: int
@@ -66,7 +66,7 @@ HEADER = (
 
 
 class Writer:
-    """A pool of one format, and `update_kv_cache` of one implementation, compiled."""
+    """A pool of one format, with a compiled `update_kv_cache` of one implementation."""
 
     def __init__(self, name: str, implementation: str, head_dim: int, tokens: int):
         rng = np.random.default_rng(0)
@@ -91,13 +91,13 @@ class Writer:
 
 
 def medians(writers: dict, turns: int) -> dict:
-    """Seconds of a call of each, in turn."""
+    """Time each writer's calls in turn, in seconds."""
     calls = {name: writer.write for name, writer in writers.items()}
     return format_speed.medians(calls, turns, time.perf_counter)
 
 
 def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> list[Row]:
-    """Rows of checked formats at one head size; raises `oracle.WrongResultError`."""
+    """Check and time formats at one head size; raise `oracle.WrongResultError` if bits differ."""
     keys = [(name, each) for name in names for each in IMPLEMENTATIONS]
     calls = {key: Writer(*key, head_dim, NEW) for key in keys}
     steps = {key: Writer(*key, head_dim, STEP) for key in keys}

@@ -308,7 +308,7 @@ def test_the_pool_of_random_reads_has_runs_for_every_core(monkeypatch):
 
 def test_elsewhere_than_on_linux_one_error_says_so(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
-    with pytest.raises(SystemExit, match="the benchmarks measure on Linux; this is "):
+    with pytest.raises(SystemExit, match="the benchmarks need Linux, but this is "):
         timing.num_cores()
 
 
