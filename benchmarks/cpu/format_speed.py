@@ -14,8 +14,8 @@ The formats take turns in one process. Times are medians of the CPU seconds of a
 together, because other load on the machine affects them less than wall-clock time. A decode's time
 is a sixteenth of its step's. "bf16 over it" is bfloat16's time over the format's: above 1 the
 format is faster. Writes are in millions of tokens x KV heads x 128 numbers a second. "of read" and
-"of copy" are shares of the rates at which all cores together read and copy in plain NumPy in the same
-run, counting the bytes of KV that a decode reads, and those that a write is given and stores.
+"of copy" are shares of the rates at which all cores together read and copy in plain NumPy in the
+same run, counting the KV bytes that a decode reads, and those that a write is given and stores.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""The GPU kernels: `python -m benchmarks.gpu`."""
+"""Benchmarks of the GPU kernels: `python -m benchmarks.gpu`."""

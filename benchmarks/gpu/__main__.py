@@ -1,21 +1,21 @@
-"""jattn's GPU kernels on this GPU: the correctness matrix, then speed against ceilings and peers.
+"""Test jattn's GPU kernels on this GPU, then time them against ceilings and peers.
 
     python -m benchmarks.gpu [--part matrix ceilings decode prefill peers] [--filter REGEX]
                              [--implementation NAME ...] [--peers NAME ...] [--block-size S]
                              [--layers] [--out DIR] [--minutes N] [--resume DIR]
     python -m benchmarks.gpu --dry-run [--sm 90]
 
-First the test matrix of every implementation that can run here, with the ids it has on CPU. Then,
+First the test matrix of every implementation that can run here, with the ids it has on a CPU. Then,
 for every workload of `benchmarks.gpu.workloads`: random data in shuffled blocks, sampled rows
-checked against float64, and only then the time of a call, as the median of several loops over
+checked against float64, and only then the time of a call. That is the median of several loops over
 copies of the tables that share no block, so that keys come from memory and not from L2. Ceilings
 are measured first, in the same run. Peers (`benchmarks.gpu.peers`) get the same data, check and
-loops; one that does not run says why. Nothing that fails ends the run, but for a device that is
-lost; what hangs is written down and ends it; `--resume DIR` goes on from the files in DIR.
+loops; one that does not run says why. A failure does not end the run, except a lost device; a hang
+is recorded and ends it. `--resume DIR` continues from the files in DIR.
 
-`--dry-run` needs no GPU: it lists what would run, with the time that the described GPU's bandwidth
-(its data sheet's) allows, which peers would run and why the others would not, and compiles every
-workload for it.
+`--dry-run` needs no GPU: it lists what would run, with the time that the described GPU's data-sheet
+bandwidth allows, which peers would run and why the others would not, and compiles every workload
+for that GPU.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from jattn.pallas import machine
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
-TUNE = "tune"  # and only where it is asked for: tens of kernels for each workload
+TUNE = "tune"  # only on request: dozens of kernels for each workload
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
 
 
@@ -57,7 +57,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfe
 
 
 def attend(w: Workload, data: Data, implementation: str | None, table: Any) -> Any:
-    """One call of jattn."""
+    """Run one call of jattn."""
     import jattn
 
     return jattn.paged_attention(
@@ -73,12 +73,12 @@ def measure(
     want: np.ndarray,
     layers: bool = False,
 ) -> Row | str:
-    """A checked and timed row, or why there is none.
+    """Return a checked and timed row, or why there is none.
 
     Args:
-      w, implementation, data, limits: of what with what.
-      want: `gpu_data.expected_rows`.
-      layers: whether calls are those of a model's layers; see `split`.
+      w, implementation, data, limits: what runs, with which kernels, on which data, and ceilings.
+      want: the result of `gpu_data.expected_rows`.
+      layers: whether calls share lengths, like a model's layers; see `split`.
     """
     import jattn
 
@@ -92,7 +92,7 @@ def measure(
             seconds, timed, kernels = time_calls(w, data, name, repeats(w, data, limits), layers)
     except jattn.UnsupportedError as error:
         return str(error)
-    except Exception as error:  # no memory, a kernel that does not compile: the others go on
+    except Exception as error:  # no memory, a kernel that does not compile: others continue
         return f"FAILED: {gpu_session.first_line(error)}"
     return make_row(w, implementation, seconds, limits, timed, kernels)
 
@@ -100,8 +100,8 @@ def measure(
 def time_calls(
     w: Workload, data: Data, implementation: str, repeats: int, layers: bool = False
 ) -> tuple[list[float], str, gpu_kernels.KernelTimes | None]:
-    """Seconds of a call several times over, how they were taken, and those of its kernels."""
-    if implementation == "xla":  # a chain of 32 calls would be compiled for minutes
+    """Return several timings of a call in seconds, how it was timed, and its kernels' times."""
+    if implementation == "xla":  # a chain of 32 calls would take minutes to compile
         seconds = gpu_timing.time_loop(
             lambda data, table: attend(w, data, implementation, table),
             data,
@@ -117,7 +117,7 @@ def time_calls(
 
 
 def chain_of(w: Workload, implementation: str) -> Any:
-    """A call on each copy, one after the other: `chain(*split(data))`, jitted."""
+    """Jit a call on each copy, one after another, for `chain(*split(data))`."""
     import jax
 
     def step(query: Any, data: Data, copy: dict[str, Any]) -> Any:
@@ -128,11 +128,11 @@ def chain_of(w: Workload, implementation: str) -> Any:
 
 
 def split(data: Data, layers: bool = False) -> tuple[Any, Data, list[dict[str, Any]]]:
-    """The query, the pools, and what each call has of its own.
+    """Split data into the query, the pools, and what differs between calls.
 
-    Tables come one by one, because cutting them apart would be a kernel more, and lengths for each
-    call again, or XLA would have calls share what follows from lengths alone. It does with
-    `layers`, where all calls have the same lengths, as a step's layers do.
+    Each call gets a separate table, because slicing one out would launch another kernel. Each call
+    also gets separate lengths; otherwise XLA would share between calls whatever depends only on
+    lengths. With `layers` it does: all calls have the same lengths, as a step's layers do.
     """
     per_call = {} if layers else {"seq_lens": data.seq_lens, "starts": data.starts}
     rest = data._replace(query=None, tables=None, **dict.fromkeys(per_call))
@@ -140,7 +140,7 @@ def split(data: Data, layers: bool = False) -> tuple[Any, Data, list[dict[str, A
 
 
 def repeats(w: Workload, data: Data, limits: Ceilings) -> int:
-    """How often a loop goes over the copies of `data`."""
+    """Return how often a loop goes over the copies of `data`."""
     least, _ = gpu_workloads.floor(w, limits.read, limits.matrix)
     return gpu_timing.repeats_for(least, len(data.tables))
 
@@ -155,18 +155,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--part", nargs="+", choices=(*PARTS, TUNE), default=PARTS, help="default: all but tune"
     )
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument(
         "--layers", action="store_true", help="all calls have the same lengths and share one plan"
     )
     parser.add_argument("--peers", nargs="*", choices=gpu_peers.NAMES, default=gpu_peers.NAMES)
-    parser.add_argument("--peer-python", metavar="PYTHON", help="that has torch; default: this one")
-    parser.add_argument("--vllm-kernels", metavar="DIR", help="with the files of vLLM's kernel")
-    parser.add_argument("--out", metavar="DIR", help="write JSON lines there, as they are measured")
-    parser.add_argument("--minutes", type=float, default=9, help="begin nothing after that")
-    parser.add_argument("--resume", metavar="DIR", help="leave out what files in DIR answer")
+    parser.add_argument("--peer-python", metavar="PYTHON", help="with torch; default: this one")
+    parser.add_argument("--vllm-kernels", metavar="DIR", help="the files of vLLM's kernel")
+    parser.add_argument("--out", metavar="DIR", help="write JSON lines there as they are measured")
+    parser.add_argument("--minutes", type=float, default=9, help="start nothing after that")
+    parser.add_argument("--resume", metavar="DIR", help="skip what files in DIR answer")
     parser.add_argument("--dry-run", action="store_true", help="list and compile; needs no GPU")
     parser.add_argument("--sm", type=int, default=90, help="what to compile for in a dry run")
     return parser.parse_args(arguments)
@@ -180,7 +180,7 @@ def dry_run(
     names: Sequence[str],
     tune: bool,
 ) -> int:
-    """List the workloads with their peers and compile each; 1 where one does not compile."""
+    """List the workloads with their peers and compile each; return 1 if one does not compile."""
     import jattn
     from benchmarks.gpu import targets as gpu_targets
 
@@ -210,7 +210,7 @@ def dry_run(
 
 
 def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[str]:
-    """The resources that one implementation's kernels use, compiled for a GPU only described."""
+    """Compile for a described GPU, and return what one implementation's kernels use."""
     from benchmarks.gpu import report as gpu_report
 
     with gpu_tune.chosen(name, w, gpu) as implementation:
@@ -219,7 +219,7 @@ def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[s
             given = Data(*arrays)
             return attend(w, given, implementation, given.tables)
 
-        # Mosaic GPU's kernels exist when XLA has compiled the module.
+        # Mosaic GPU's kernels exist only once XLA has compiled the module.
         kernels = gpu_report.report(call, *data, sm=gpu.sm, xla=implementation != "triton")
     return [
         f"{k.name} {k.registers} registers, {k.spill_bytes} bytes spilled, {k.shared} shared, "
@@ -229,14 +229,14 @@ def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[s
 
 
 def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) -> bool:
-    """Print and write what was found as it comes; whether a result of ours was wrong."""
+    """Print and write results as they come; return whether one of ours was wrong."""
     wrong = False
     for name, row in found:
         if isinstance(row, Row):
             lines.write(kind="row", **asdict(row))
             print(row.line(), flush=True)
         else:
-            # That tiles do not fit a GPU is an answer; what is wrong is wrong with any.
+            # Tiles that do not fit a GPU are a result; a wrong result is wrong with any tiles.
             wrong |= row.startswith("WRONG" if gpu_tune.is_candidate(name) else ("WRONG", "FAILED"))
             lines.write(kind="none", name=w.name, implementation=name, why=row)
             print(f"{w.name:<52} {name:<14} {row.splitlines()[-1]}", flush=True)
@@ -251,7 +251,7 @@ def ours(
     want: np.ndarray,
     layers: bool,
 ) -> Iterable[tuple[str, Row | str]]:
-    """Each implementation of jattn on `w`."""
+    """Yield the results of each implementation of jattn on `w`."""
     for name in names:
         yield name, measure(w, name, data, limits, want, layers)
 
@@ -264,7 +264,7 @@ def theirs(
     want: np.ndarray,
     worker: gpu_peers.Worker,
 ) -> Iterable[tuple[str, Row | str]]:
-    """Each peer on `w`, or why not."""
+    """Yield the results of each peer on `w`, or why it does not run."""
     for peer, why in listed:
         found = why or gpu_peers.measure(peer, w, data, want, worker, repeats(w, data, limits))
         if isinstance(found, str):
@@ -275,7 +275,7 @@ def theirs(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where something is wrong, 2 where there is nothing to do, 3 where something is left."""
+    """Return 1 if something is wrong, 2 if there is nothing to do, 3 if something is left."""
     began = time.monotonic()
     args = parse(arguments)
     groups = {"decode", "prefill"} & set(args.part) or {"decode", "prefill"}
@@ -339,9 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def share_the_memory() -> None:
-    """Before JAX starts: other processes use the GPU too, the matrix's and the peers'.
+    """Limit JAX's memory before it starts, because the matrix and the peers use the GPU too.
 
-    What JAX has taken it does not give back, so it takes at most half, and the peers' worker
+    JAX never returns memory to the GPU, so it takes at most half, and the peers' worker at most
     `gpu_peers.SHARE`.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -358,7 +358,7 @@ def measure_all(
     l2_bytes: int,
     gpu: machine.Machine,
 ) -> int:
-    """Every workload with ours and the peers, as far as time allows; the exit status."""
+    """Measure every workload with ours and the peers, in the time given; return the status."""
     known = gpu_session.answered(args.resume)
     python = args.peer_python or sys.executable
     wrong, lines = False, session.lines
@@ -377,7 +377,7 @@ def measure_all(
             names = [*mine, *(peer.name for peer, _ in peers)]
             if not names:
                 continue
-            data = None  # of the workload before: both need not fit
+            data = None  # free the previous workload's: both may not fit
             try:
                 with session.watched(w.name, names[0]):
                     data = gpu_data.make_data(w, l2_bytes)
@@ -408,7 +408,7 @@ def measure_all(
 
 
 def give_up(why: str, left: Sequence[Workload], lines: Lines) -> int:
-    """Says what is left, and that another run can have it."""
+    """Report what is left for another run."""
     names = [w.name for w in left]
     lines.write(kind="left", names=names, why=why)
     print(f"{why}; run again with --resume. Not measured: {', '.join(names)}", flush=True)
@@ -416,7 +416,7 @@ def give_up(why: str, left: Sequence[Workload], lines: Lines) -> int:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed here."""
+    """Return the versions of the packages installed here."""
     have = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

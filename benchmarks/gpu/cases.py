@@ -1,4 +1,4 @@
-"""Calls of jattn's GPU kernels to compile: for `benchmarks.gpu.report` and the tests.
+"""Calls of jattn's GPU kernels to compile, for `benchmarks.gpu.report` and the tests.
 
 A `Case` is one call's static description; `Case.function()` gives `(fn, arguments)` with
 `jax.ShapeDtypeStruct`s, through the public function.
@@ -18,7 +18,7 @@ from jattn.pallas.capability_rows import TRITON
 
 struct = jax.ShapeDtypeStruct
 FORMATS = {format.name: format for format in formats.ALL}
-_VALUE_DIMS = {192: 128, 576: 512}  # V where it is not D: MLA
+_VALUE_DIMS = {192: 128, 576: 512}  # V if it is not D: MLA
 HEADS = tuple((d, _VALUE_DIMS.get(d, d)) for d in TRITON.head_dims.tested)
 OPTIONS = (
     *("not_causal", "is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks"),
@@ -39,10 +39,10 @@ class Case:
       query_dtype, format: names.
       options: names as in `OPTIONS`.
       block_size, kv_layout, plain: of the cache; `plain` for a float array. The layout "rows" is a
-        `jattn.KVRows`, as vLLM and sglang-jax have it: keys and values side by side, or with one KV
-        head and V < D a latent, whose first numbers are the values.
+        `jattn.KVRows`, as in vLLM and sglang-jax: keys and values side by side, or with one KV head
+        and V < D a latent, whose first numbers are the values.
       heads: H and K.
-      tree_words: W of `tree_mask`, where there is one; each has 32 query tokens.
+      tree_words: W of `tree_mask`, if there is one; each word covers 32 query tokens.
       num_blocks: N; 2**20 by default, so that every pool passes 2**31 elements.
       implementation: as in `jattn.paged_attention`.
     """
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Like `triton-head512-decode-bfloat16-fp8_e4m3-block16-HND-sinks`."""
+        """A label like `triton-head512-decode-bfloat16-fp8_e4m3-block16-HND-sinks`."""
         d, v = self.head
         size = f"head{d}" if d == v else f"head{d}v{v}"
         options = "+".join(self.options) or "causal"
@@ -81,7 +81,7 @@ class Case:
         return self.heads[0] // self.heads[1]
 
     def function(self) -> tuple[Callable, tuple[Any, ...]]:
-        """`(fn, arguments)` to lower."""
+        """Return `(fn, arguments)` to lower."""
         d, v = self.head
         num_heads, kv_heads = self.heads
         format = FORMATS[self.format]
@@ -142,7 +142,7 @@ class Case:
         return lambda given: jattn.paged_attention(**given, **static), (given,)
 
     def static(self) -> dict[str, Any]:
-        """The arguments that are no arrays."""
+        """Return the arguments that are not arrays."""
         return {
             "kv_layout": None if self.kv_layout == formats.ROWS_LAYOUT else self.kv_layout,
             "return_lse": "return_lse" in self.options,
@@ -152,13 +152,13 @@ class Case:
         }
 
     def call(self) -> calls.Call:
-        """The call as dispatch sees it."""
+        """Return the call as dispatch sees it."""
         _, (given,) = self.function()
         return described({**given, **self.static()})
 
 
 def described(given: dict[str, Any]) -> calls.Call:
-    """The static description of `jattn.paged_attention(**given)`."""
+    """Return the static description of `jattn.paged_attention(**given)`."""
     return calls.describe_call(calls.Arguments(**given))
 
 
@@ -166,6 +166,6 @@ EVERYTHING = tuple(option for option in OPTIONS if option != "not_causal")
 
 
 def cases() -> list[tuple[str, Callable, tuple]]:
-    """The cases of `python -m benchmarks.gpu.report`: every head size, decode and mixed."""
+    """Return the cases of `python -m benchmarks.gpu.report`: every head size, decode and mixed."""
     chosen = [Case(head, kind) for head in HEADS for kind in ("decode", "mixed")]
     return [(case.label, *case.function()) for case in chosen]

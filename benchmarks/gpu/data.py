@@ -1,8 +1,8 @@
-"""The data of a GPU workload, and whether a result for it is right.
+"""Make the data of a GPU workload, and check a result for it.
 
 Every element of the pools is a function of its block and its place in the block: a hash picks one
-of 65,536 normal numbers. JAX, torch and NumPy make the very same bytes from it on whatever device
-they use, so that peers in a process of their own get the data of ours without gigabytes being sent.
+of 65,536 normal numbers. JAX, torch and NumPy make exactly the same bytes from it on any device, so
+peers in another process get our data without gigabytes being sent.
 
 Axis letters: `T` query tokens, `B` sequences, `H` query heads, `K` KV heads, `D` head size of q
 and k, `V` of v, `N` blocks in the pool, `S` tokens per block, `M` width of a block table.
@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.workloads import Workload, make_block_tables, to_bfloat16_words
 
-# What sampled rows may be off by, in bfloat16 ulps of the largest output.
+# How far sampled rows may be off, in bfloat16 ulps of the largest output.
 ULPS = 4
 QUERY, KEY, VALUE = range(3)
 _MASK = 0xFFFFFFFF
@@ -27,13 +27,13 @@ _MASK = 0xFFFFFFFF
 
 
 def normal_words(scale: float = 1.0) -> np.ndarray:
-    """65,536 normal numbers times `scale`, as uint16 words of bfloat16."""
+    """Return 65,536 normal numbers times `scale`, as uint16 words of bfloat16."""
     numbers = np.random.default_rng(0).standard_normal(2**16, dtype=np.float32)
     return to_bfloat16_words(numbers * np.float32(scale))
 
 
 def _mix(x: Any, number: Callable[[int], Any]) -> Any:
-    """A bijection of 32 bits that mixes them well (Wellons' `lowbias32`)."""
+    """Mix 32 bits by a bijection (Wellons' `lowbias32`)."""
     x = x ^ (x >> number(16))
     x = (x * number(0x7FEB352D)) & number(_MASK)
     x = x ^ (x >> number(15))
@@ -42,11 +42,11 @@ def _mix(x: Any, number: Callable[[int], Any]) -> Any:
 
 
 def choices(stream: int, rows: Any, columns: Any, number: Callable[[int], Any] = np.uint32) -> Any:
-    """Which of the normal numbers stands at (row, column) of `QUERY`, `KEY` or `VALUE`.
+    """Return which of the normal numbers is at (row, column) of `QUERY`, `KEY` or `VALUE`.
 
     Args:
-      stream: the array.
-      rows: [R, 1], unsigned 32-bit integers, or any wider ones.
+      stream: which array.
+      rows: [R, 1], unsigned integers of 32 bits or more.
       columns: [1, C], the same.
       number: makes a constant of their dtype.
 
@@ -70,7 +70,7 @@ class Data(NamedTuple):
 
 
 def arrays_of(w: Workload, copies: int, make: Callable[[int, tuple[int, ...], float], Any]) -> Data:
-    """Queries and pools from `make(stream, shape, scale)`; the rest in NumPy."""
+    """Make queries and pools by `make(stream, shape, scale)`; the rest in NumPy."""
     tables, num_blocks = make_block_tables(w, copies, w.block_size)
     block = (num_blocks, w.num_kv_heads, w.block_size)
     return Data(
@@ -84,7 +84,7 @@ def arrays_of(w: Workload, copies: int, make: Callable[[int, tuple[int, ...], fl
 
 
 def described(w: Workload) -> Data:
-    """The shapes and dtypes of the data, and of one table, as `jax.ShapeDtypeStruct`s."""
+    """Return the shapes and dtypes of the data, and of one table, as `jax.ShapeDtypeStruct`s."""
     import jax
     import jax.numpy as jnp
 
@@ -95,7 +95,7 @@ def described(w: Workload) -> Data:
 
 
 def arguments(w: Workload, data: Data, table: Any) -> dict[str, Any]:
-    """Arguments of `jattn.paged_attention` on one of the copies."""
+    """Return the arguments of `jattn.paged_attention` on one of the copies."""
     return {
         "query": data.query,
         "key_cache": data.key_cache,
@@ -109,13 +109,13 @@ def arguments(w: Workload, data: Data, table: Any) -> dict[str, Any]:
 
 
 def num_copies(w: Workload, l2_bytes: int) -> int:
-    """How often the keys must be held so that a loop over them reads five times L2."""
+    """Return how many copies of the keys make a loop over them read five times L2."""
     size = max(1, gpu_workloads.moved_bytes(w))
     return int(min(32, max(2, -(-5 * l2_bytes // size))))
 
 
 def make_data(w: Workload, l2_bytes: int) -> Data:
-    """Queries and pools, and the tables of as many copies as exceed five times L2."""
+    """Make queries and pools, and tables of enough copies to exceed five times L2."""
     import jax
     import jax.numpy as jnp
 
@@ -133,9 +133,9 @@ def make_data(w: Workload, l2_bytes: int) -> Data:
 
 
 def named_blocks(w: Workload, tables: np.ndarray) -> np.ndarray:
-    """Tables [..., B, M] cut to the blocks that are used; block 0 stands past a sequence's end.
+    """Cut tables [..., B, M] to the blocks that are used, with block 0 past a sequence's end.
 
-    For kernels that read all that a table holds.
+    This is for kernels that read everything in a table.
     """
     used = -(-np.asarray(w.seq_lens) // w.block_size)
     tables = tables[..., : used.max()]
@@ -143,15 +143,15 @@ def named_blocks(w: Workload, tables: np.ndarray) -> np.ndarray:
 
 
 def visible_slots(w: Workload, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens lie that any query sees, for kernels that take them contiguous.
+    """Return where the visible tokens are, for kernels that need them contiguous.
 
     Args:
       w: the workload.
       tables: [copies, B, M].
 
     Returns:
-      Slots `block * S + place`, int64 [copies, B, L]; a sequence's first slot stands past its end.
-      And the number of tokens of each sequence, [B].
+      Slots `block * S + place`, int64 [copies, B, L], filled past a sequence's end with its first
+      slot; and the number of tokens of each sequence, [B].
     """
     firsts = np.array([w.first_visible(b) for b in range(w.num_seqs)])
     lengths = np.asarray(w.seq_lens) - firsts
@@ -165,7 +165,7 @@ def visible_slots(w: Workload, tables: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def sampled_rows(w: Workload) -> list[tuple[int, int]]:
-    """`(sequence, its query token)`: the first and last of the batch, and some between."""
+    """Return `(sequence, its query token)` of the batch's first and last, and some between."""
     rng = np.random.default_rng(w.seed)
     picked = {(0, 0), (w.num_seqs - 1, w.query_lens[-1] - 1)}
     while len(picked) < min(6, w.num_tokens):
@@ -175,13 +175,13 @@ def sampled_rows(w: Workload) -> list[tuple[int, int]]:
 
 
 def sampled_tokens(w: Workload) -> list[int]:
-    """The same as indices into the T query tokens."""
+    """Return the same as indices into the T query tokens."""
     starts = w.query_start()
     return [int(starts[b]) + i for b, i in sampled_rows(w)]
 
 
 def expected_row(w: Workload, data: Data, table: np.ndarray, b: int, i: int) -> np.ndarray:
-    """[H, V] of one query token, in float64."""
+    """Compute [H, V] of one query token, in float64."""
     position = w.seq_lens[b] - w.query_lens[b] + i
     first = 0 if w.sliding_window is None else max(0, position - w.sliding_window + 1)
     blocks = table[b, first // w.block_size : position // w.block_size + 1]
@@ -201,12 +201,12 @@ def expected_row(w: Workload, data: Data, table: np.ndarray, b: int, i: int) -> 
 
 
 def expected_rows(w: Workload, data: Data, table: np.ndarray) -> np.ndarray:
-    """[n, H, V] of the sampled rows, in float64."""
+    """Compute [n, H, V] of the sampled rows, in float64."""
     return np.stack([expected_row(w, data, table, b, i) for b, i in sampled_rows(w)])
 
 
 def wrong_rows(w: Workload, want: np.ndarray, have: np.ndarray) -> list[str]:
-    """Sampled rows [n, H, V] that are further from float64 than bfloat16 explains, in words."""
+    """Describe sampled rows [n, H, V] that differ from float64 more than bfloat16 explains."""
     found = []
     for (b, i), exact, row in zip(sampled_rows(w), want, have, strict=True):
         allowed = ULPS * np.abs(exact).max() * 2.0**-8

@@ -1,15 +1,15 @@
-"""The first hour on a GPU, as one command: is every kernel right, how fast is it, what is faster.
+"""Run the first hour on a GPU: is every kernel right, how fast is it, and what is faster?
 
     python -m benchmarks.gpu.first_hour --out DIR [--minutes 55] [--state DIR] [--only STEP ...]
     python -m benchmarks.gpu.first_hour --dry-run [--only STEP ...]
 
-Steps run one after the other, the most valuable first, each a process of its own with minutes of
-its own. What they find is kept in the state folder (`build/first-hour` in the checkout), so that
-the command can be ended and given again: steps that are done are left out, steps that left
-something go on where they were, and failures are asked again when the code has changed.
+Steps run one after another, the most valuable first, each in a separate process with its own time
+limit. Results are kept in the state folder (`build/first-hour` in the checkout), so the command can
+be interrupted and repeated: finished steps are skipped, unfinished ones continue where they were,
+and failures are retried once the code has changed.
 
-After every step `--out` receives all there is so far, in three files: `results.jsonl`, `log.txt`
-and `summary.txt`. It may be emptied between commands.
+After every step, everything so far is written to `--out` in three files: `results.jsonl`, `log.txt`
+and `summary.txt`. That folder may be emptied between commands.
 
 `--dry-run` needs no GPU: it goes through the same steps, which compile for a GPU that is only
 described and list what they would run.
@@ -33,22 +33,22 @@ from benchmarks.gpu.peers import NAMES as PEERS
 OURS = ("mosaic_gpu", "triton")
 # Enough to start Python, find a GPU and compile something.
 LEAST = 0.5
-# A step that has lost the device or hung goes on in another process, so often.
+# How often a step that lost the device or hung continues in another process.
 TRIES = 4
 STATE = gpu_session.ROOT / "build" / "first-hour"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command with a bound.
+    """A command with a time limit.
 
     Attributes:
-      name: in `--only` and in the files.
-      minutes: that it may take, over all its tries.
-      why: what it says.
+      name: the name in `--only` and in the files.
+      minutes: the most that all its attempts may take together.
+      why: what it finds out.
       given: arguments of `python -m benchmarks.gpu`.
-      dry: other arguments of its dry run, which compiles less.
-      module: what runs in the place of `benchmarks.gpu`.
+      dry: other arguments for its dry run, which compiles less.
+      module: the module that runs, by default `benchmarks.gpu`.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Step:
     module: str = "benchmarks.gpu"
 
     def command(self, state: pathlib.Path, minutes: float, dry_run: bool) -> list[str]:
-        """The whole command line."""
+        """Return the whole command line."""
         command = [sys.executable, "-m", self.module, *self.given]
         if dry_run:
             return [*command, *self.dry, "--dry-run"]
@@ -76,9 +76,9 @@ def _step(
 
 _SMALL = "^gpt-oss-window-64q1s8k"
 STEPS = (
-    _step("ceilings", 1.5, "what this GPU reads and multiplies", "ceilings", ""),
+    _step("ceilings", 1.5, "how fast this GPU reads and multiplies", "ceilings", ""),
     _step(
-        *("matrix", 7, "is every kernel right, and the same several times", "matrix", ""),
+        *("matrix", 7, "is every kernel right, with the same bits each time", "matrix", ""),
         *("--implementation", *OURS),
     ),
     _step(
@@ -118,10 +118,10 @@ NAMES = tuple(step.name for step in STEPS)
 
 
 def run_step(step: Step, state: pathlib.Path, seconds: float, dry_run: bool = False) -> int | None:
-    """The exit status of a step's command: 3 where something is left, None where it was ended.
+    """Run a step; return its exit status: 3 if something is left, None if it was killed.
 
-    While it makes progress and has time, what is left is begun again at once: a hang or a lost
-    device ends the process, and costs one answer.
+    While it makes progress and has time, it is restarted at once with what is left: a hang or a
+    lost device ends the process, and costs one result.
     """
     over = time.monotonic() + seconds
     status: int | None = None
@@ -140,7 +140,7 @@ def run_step(step: Step, state: pathlib.Path, seconds: float, dry_run: bool = Fa
                 stdout=log,
                 stderr=log,
             )
-            # 3 says that something is left; signals, that the process broke.
+            # 3 means that something is left; a signal, that the process crashed.
             again = status is None or status == gpu_session.HUNG or status < 0
             if not again or answers(state) == known or over - time.monotonic() < 60 * LEAST:
                 break
@@ -148,13 +148,13 @@ def run_step(step: Step, state: pathlib.Path, seconds: float, dry_run: bool = Fa
 
 
 def answers(state: pathlib.Path) -> int:
-    """How many results there are."""
+    """Count the results so far."""
     kinds = ("row", "none", "test")
     return sum(line.get("kind") in kinds for line in gpu_session.lines_of(str(state)))
 
 
 def is_wrong(state: pathlib.Path, name: str) -> bool:
-    """Whether a step has found, with this code, something of ours that is wrong or hangs."""
+    """Whether a step found, with this code, a result of ours that is wrong or hangs."""
     tests, rows = {}, {}
     for line in gpu_session.lines_of(str(state)):
         if line.get("step") != name or not gpu_session.of_this_code(line):
@@ -170,7 +170,7 @@ def is_wrong(state: pathlib.Path, name: str) -> bool:
 
 
 def done(state: pathlib.Path) -> dict[str, int]:
-    """`{step: exit status}` of those that left nothing, and whose failures are this code's."""
+    """Return `{step: exit status}` of finished steps whose failures are from this code."""
     found = {}
     for line in gpu_session.lines_of(str(state)):
         if line.get("kind") == "step":
@@ -186,7 +186,7 @@ def done(state: pathlib.Path) -> dict[str, int]:
 
 
 def hand_over(state: pathlib.Path, out: pathlib.Path | None) -> None:
-    """All there is so far, as three files of `out`."""
+    """Write everything so far to three files in `out`."""
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def hand_over(state: pathlib.Path, out: pathlib.Path | None) -> None:
 
 
 def summary(lines: Iterable[dict]) -> str:
-    """Steps, tests that did not pass, and the rows, as a table."""
+    """Summarize steps, tests that did not pass, and rows, as a table."""
     from benchmarks.gpu.rows import HEADER, row_of
 
     steps, tests, rows, none, ceilings = [], {}, [], [], []
@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.first_hour", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="gets all there is so far")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="gets all results so far")
     parser.add_argument("--state", type=pathlib.Path, metavar="DIR", default=STATE)
     parser.add_argument("--minutes", type=float, default=55, help="of the whole command")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
@@ -250,7 +250,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
-    """1 where something is wrong, 3 where something is left."""
+    """Return 1 if something is wrong, 3 if something is left."""
     args = parse(arguments)
     state = args.state / "dry" if args.dry_run else args.state
     state.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
         print(f"{step.name:<10} at most {minutes:.1f} min: {step.why}", flush=True)
         began = time.monotonic()
         status = run_step(step, state, 60 * minutes, args.dry_run)
-        if status == 0 and is_wrong(state, step.name):  # found by a process that did not end well
+        if status == 0 and is_wrong(state, step.name):  # found by a process that crashed
             status = 1
         said = SAID.get(status, "ended: it took too long" if status is None else f"died {status}")
         seconds = time.monotonic() - began

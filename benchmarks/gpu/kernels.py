@@ -1,8 +1,8 @@
-"""The GPU's own times of the kernels of a call, next to the host's clock: what launching costs.
+"""Measure a call's kernels by the GPU's own clock; the host's clock shows what launching adds.
 
-CUPTI writes them down. Pallas has a small reader of it, which sees the kernels inside of captured
-graphs; where that fails, `jax.profiler` leaves a trace, which is read here. Neither needs a package
-that JAX does not.
+CUPTI records them. Pallas has a small reader of CUPTI, which sees the kernels inside captured
+graphs; if that fails, `jax.profiler` writes a trace, which is read here. Neither needs a package
+that JAX does not need.
 """
 
 import collections
@@ -23,10 +23,10 @@ class KernelTimes:
     """The kernels of one call.
 
     Attributes:
-      kernels: seconds of all of them.
+      kernels: seconds of all kernels.
       launches: how many there are.
-      parts: microseconds of those of each name, the longest first.
-      source: where the times are from; where there are none, why.
+      parts: microseconds by kernel name, the longest first.
+      source: where the times are from, or why there are none.
     """
 
     kernels: float | None
@@ -36,12 +36,12 @@ class KernelTimes:
 
 
 def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int) -> KernelTimes:
-    """The kernels of one of the `calls` that the jitted `run(*arguments)` makes."""
+    """Time the kernels of one of the `calls` that the jitted `run(*arguments)` makes."""
     reasons = []
     for name, times in (("CUPTI", _by_cupti), ("profiler", _by_profiler)):
         try:
             found = times(run, arguments)
-        except Exception as error:  # no times are better than no row
+        except Exception as error:  # a row without times is better than none
             reasons.append(f"{name}: {gpu_session.first_line(error)}")
             continue
         if found:
@@ -51,10 +51,10 @@ def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int) -> Ke
 
 
 def summed(found: Sequence[tuple[str, float]], calls: int, source: str) -> KernelTimes:
-    """The kernel times of one call, from `(name, seconds)` of every kernel of so many calls."""
+    """Return the kernel times of one call, from `(name, seconds)` of all kernels of `calls`."""
     parts: dict[str, float] = collections.Counter()
     for name, seconds in found:
-        # XLA numbers its kernels: those of different calls have the same name without.
+        # XLA numbers its kernels; without numbers, those of different calls have the same name.
         parts[re.sub(r"[._]\d+$", "", name)[:60]] += seconds * 1e6 / calls
     longest = sorted(parts.items(), key=lambda part: -part[1])
     return KernelTimes(
@@ -84,7 +84,7 @@ def _by_profiler(run: Callable[..., Any], arguments: Sequence[Any]) -> list[tupl
 
 
 def kernels_of_trace(trace: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """`(name, seconds)` of every kernel on a stream of a GPU, of a trace in Chrome's format.
+    """Yield `(name, seconds)` of every kernel on a GPU's streams, from a trace in Chrome's format.
 
     Streams are threads of the process `/device:GPU:0`; its other threads repeat their events as
     XLA's operations and modules. Copies have no `kernel_details`.

@@ -1,11 +1,11 @@
-"""The machine instructions of a kernel's inner loops, counted by opcode.
+"""Count the machine instructions of a kernel's inner loops by opcode.
 
     python -m benchmarks.gpu.loops --head 64 64 --kind mixed [--implementation mosaic_gpu] [--sm 90]
 
-One line per loop that contains a matrix instruction and no other such loop. What stands in branches
-inside it is counted, taken or not.
+One line per loop that contains a matrix instruction and no other such loop. Instructions in its
+branches count, whether taken or not.
 
-Needs `nvdisasm`, which Triton's wheel holds.
+Needs `nvdisasm`, which Triton's wheel contains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loop:
 
     Attributes:
       kernel: its entry point.
-      opcodes: how often each stands in it; MUFU with its function ("MUFU.EX2").
+      opcodes: how often each occurs; MUFU with its function ("MUFU.EX2").
     """
 
     kernel: str
@@ -46,12 +46,12 @@ class Loop:
 
     @property
     def instructions(self) -> int:
-        """All of them."""
+        """The number of instructions."""
         return self.opcodes.total()
 
 
 def find_nvdisasm() -> str:
-    """The disassembler on the path, of the toolkit or of Triton.
+    """Find the disassembler, on the path, in the toolkit or in Triton.
 
     Raises:
       MissingCompilerError: there is none.
@@ -66,7 +66,7 @@ def find_nvdisasm() -> str:
 
 
 def disassembled(ptx: str) -> str:
-    """The machine instructions that ptxas makes of a module."""
+    """Return the machine instructions that ptxas makes of a module."""
     target = re.search(r"^\.target (\w+)", ptx, re.M)[1]
     version = float(re.search(r"^\.version (\S+)", ptx, re.M)[1])
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def disassembled(ptx: str) -> str:
 
 
 def loops_of(kernel: gpu_report.Kernel) -> list[Loop]:
-    """The kernel's innermost loops that contain a matrix instruction, in their order."""
+    """Return the kernel's innermost loops that contain a matrix instruction, in order."""
     lines = disassembled(kernel.ptx).splitlines()
     labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
     spans = []
@@ -87,7 +87,7 @@ def loops_of(kernel: gpu_report.Kernel) -> list[Loop]:
         found = BRANCH.search(line)
         if found and (first := labels.get(found[1], last)) < last:
             counted = _count(lines[first : last + 1])
-            # What waits stands behind the kernel's end, and jumps back from there.
+            # Waiting code is placed after the kernel's end, and jumps back from there.
             if any(counted[name] for name in MATRIX) and not counted["EXIT"]:
                 spans.append((first, last, counted))
 

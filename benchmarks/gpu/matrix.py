@@ -1,19 +1,19 @@
-"""The test matrix on a GPU (`run`), and its pytest plugin: outcomes kept, a budget, an alarm.
+"""Run the test matrix on a GPU (`run`), with a pytest plugin: stored outcomes, budget, alarm.
 
 A test whose kernel hangs, or leaves the GPU unable to compute for the process, ends the process, so
-that it costs the tests behind it nothing: with pytest-xdist another worker takes its place, without
-it the next run goes on behind it.
+it costs later tests nothing: with pytest-xdist another worker replaces the process, without it the
+next run continues after that test.
 
     python -m pytest -p benchmarks.gpu.matrix tests/attention/test_matrix.py
 
-The plugin exits with 3 where tests were left. Settings come as environment variables, which
-pytest-xdist's workers see too:
+The plugin exits with 3 if tests are left. Settings come as environment variables, which
+pytest-xdist's workers inherit:
 
-    JATTN_MATRIX_FILE      every outcome is added to it, a line of JSON
-    JATTN_MATRIX_RESUME    a folder: what has an outcome in its files is not run again; what failed
-                           is, if the code has changed
-    JATTN_MATRIX_SECONDS   tests that would begin later are skipped and have no outcome
-    JATTN_MATRIX_PATIENCE  seconds; a test that takes longer has failed and ends its process
+    JATTN_MATRIX_FILE      the file to which every outcome is appended, a line of JSON
+    JATTN_MATRIX_RESUME    a folder: tests with an outcome in its files do not run again, except
+                           failures if the code has changed
+    JATTN_MATRIX_SECONDS   tests that would start later are skipped and have no outcome
+    JATTN_MATRIX_PATIENCE  seconds; a test that takes longer fails and ends its process
 """
 
 import datetime
@@ -42,14 +42,14 @@ _failed: set[str] = set()
 
 
 def command(implementations: Sequence[str]) -> list[str]:
-    """pytest on the implementations' tests, also those that CI runs as `extended`.
+    """Return the pytest command for the implementations' tests, including CI's `extended` ones.
 
-    Of the plugins that are installed it loads only those that are named here.
+    It loads no installed plugins except those named here.
     """
     found = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix"]
     found += ["tests/attention/test_matrix.py"]
     found += ["-k", " or ".join(f"{n}-head" for n in implementations)]
-    # Other packages of the machine than the project's may warn, of which the kernels know nothing.
+    # The machine's other packages may warn, which has nothing to do with the kernels.
     found += ["-W", "default", "-m", "not slow and not transformers"]
     if importlib.util.find_spec("xdist") is not None:
         count = max(1, min(WORKERS, (os.cpu_count() or 2) // 2))
@@ -58,10 +58,10 @@ def command(implementations: Sequence[str]) -> list[str]:
 
 
 def run(implementations: Sequence[str], seconds: float, out: str | None, known: str | None) -> int:
-    """Run the test matrix on the GPU; pytest's exit status, or 3 where tests were left.
+    """Run the test matrix on the GPU; return pytest's exit status, or 3 if tests are left.
 
     Args:
-      implementations: whose tests.
+      implementations: the implementations to test.
       seconds: the budget.
       out: a folder for the outcomes.
       known: a folder with outcomes of an earlier run.
@@ -73,7 +73,7 @@ def run(implementations: Sequence[str], seconds: float, out: str | None, known: 
         "JAX_PLATFORMS": "cuda,cpu",
         "JATTN_MATRIX_SECONDS": str(seconds),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        # The tests' own flags make XLA compile fast and badly.
+        # The tests' own flags make XLA compile fast, but to slow code.
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
     if out is not None:
@@ -82,7 +82,7 @@ def run(implementations: Sequence[str], seconds: float, out: str | None, known: 
         settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-{os.getpid()}-matrix.jsonl")
     if known is not None:
         settings["JATTN_MATRIX_RESUME"] = known
-    # A test that began in time may end after it.
+    # A test that started in time may end late.
     environment = {**os.environ, **settings}
     status = gpu_session.run(command(implementations), seconds + 60, cwd=ROOT, env=environment)
     if status is None:
@@ -111,12 +111,12 @@ def _write(test: str, outcome: str, why: str = "") -> None:
 
 
 def outcomes(folder: str | None, standing: bool = False, but: str | None = None) -> dict[str, str]:
-    """`{test: "passed", "failed", "hung" or "lost"}` of earlier runs; the last of several counts.
+    """Return `{test: "passed", "failed", "hung" or "lost"}` of earlier runs; the last counts.
 
     Args:
-      folder: with their files.
-      standing: only those that a run of this code would not ask again.
-      but: a file that is not read.
+      folder: the folder with their files.
+      standing: only outcomes that a run of this code would not repeat.
+      but: a file to skip.
     """
     return {
         line["name"]: line["outcome"]
@@ -127,8 +127,8 @@ def outcomes(folder: str | None, standing: bool = False, but: str | None = None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is known; begins with a few tests of everything, plain calls first."""
-    # Not what this run has found so far: a worker that takes another's place must collect the same.
+    """Leave out what is known; begin with a few tests of everything, plain calls first."""
+    # Ignores what this run has found so far: a worker that replaces another must collect the same.
     known = outcomes(_setting("RESUME"), standing=True, but=_setting("FILE"))
     done = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item.nodeid not in known]
@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Every test under the alarm."""
+    """Run every test under the alarm."""
 
     def ring() -> None:
         _write(item.nodeid, "hung")
@@ -159,13 +159,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begins nothing when the time is over."""
+    """Skip the test if the time is over."""
     if time.monotonic() - _began > float(_setting("SECONDS") or "inf"):
         pytest.skip(OVER)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes an outcome; with workers, where they report to."""
+    """Write an outcome; with workers, in the process they report to."""
     if report.failed:
         _failed.add(report.nodeid)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -177,7 +177,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """The first line that pytest marks as the error."""
+    """Return the first line that pytest marks as the error."""
     lines = report.longreprtext.splitlines()
     said = [line[1:].strip() for line in lines if line.startswith("E ")]
     return (said or lines or [""])[0][:300]
@@ -185,6 +185,6 @@ def _why(report: pytest.TestReport) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Says that something is left, also where something failed: what is left goes on."""
+    """Set the exit status to 3 if something is left, even after failures, so that it continues."""
     if _left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         session.exitstatus = gpu_session.HUNG

@@ -1,17 +1,17 @@
-"""Mosaic GPU decode without a GPU: every configuration compiled, and what a model expects of it.
+"""Compile every configuration of Mosaic GPU decode without a GPU, and predict its speed.
 
     python -m benchmarks.gpu.mosaic_decode            # the table of docs/gpu-kernels.md
     python -m benchmarks.gpu.report benchmarks/gpu/mosaic_decode.py:cases
 
-The model counts, for one multiprocessor and one tile of 64 keys, the cycles that reading K and V
-from memory takes, those of shared memory, and those of the one warpgroup that computes:
+The model counts, for one multiprocessor and one tile of 64 keys, the cycles for reading K and V
+from memory, those of shared memory, and those of the one warpgroup that computes:
 
     memory    = 64 (D + V) bytes / (bandwidth / cores / clock)
     shared    = (copied in + read as A + read as B [+ fp8: read, written widened]) / 128
     consumer  = A and B read + softmax + rescaling [+ fp8: widening] + waiting
     predicted = memory / max(memory, shared, consumer / blocks on a multiprocessor)
 
-Its numbers are the data sheet's and guesses that say so; none of it was measured.
+Its numbers are the data sheet's, and guesses marked as such; none of it was measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 from benchmarks.gpu.cases import FORMATS, Case
 from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 
-# H200: the copy bandwidth that was seen on one (read and write), its multiprocessors and highest
-# clock.
+# H200: the copy bandwidth seen on one (read and write), its multiprocessors and highest clock.
 BANDWIDTH, CORES, CLOCK = 4.3e12, 132, 1.98e9
 SHARED_BYTES = 128  # per cycle
 # Guesses, in cycles: a wait for products or a barrier; a logit through mask, exponential and
@@ -52,7 +51,7 @@ def configuration(
     everything: bool,
     num_blocks: int = 64,
 ) -> Case:
-    """A call of which the kernel's code depends on nothing else; fp8 with a bfloat16 query."""
+    """Make a call from all that the kernel's code depends on; fp8 gets a bfloat16 query."""
     return Case(
         head,
         "decode",
@@ -68,16 +67,18 @@ def configuration(
 
 
 def tiles_of(case: Case) -> tiling.DecodeTiles:
-    """The tiles that dispatch picks."""
+    """Return the tiles that dispatch picks."""
     return tiling.pick(case.call(), 1)
 
 
 def configurations(thorough: bool = False) -> Iterator[Case]:
-    """The cases that dispatch tells apart: head, element size, rows, kernel block, layout, options.
+    """Yield the cases that dispatch distinguishes.
 
-    bfloat16 and float16 are the same code but for the names of instructions, as are the two fp8;
-    each takes turns. Not thorough: of kernel blocks and options the two ends, 8 tokens with every
-    option and 64 with none.
+    They differ in head, element size, rows, kernel block, layout and options.
+
+    bfloat16 and float16 are the same code except for the names of instructions, and so are the two
+    fp8, so they alternate. Unless `thorough`, kernel blocks and options have only two combinations:
+    8 tokens with every option and 64 with none.
     """
     ends = [(8, True), (64, False)]
     if thorough:
@@ -102,12 +103,12 @@ def configurations(thorough: bool = False) -> Iterator[Case]:
 
 
 def cases() -> list[tuple[str, Callable, tuple[Any, ...]]]:
-    """For `benchmarks.gpu.report`."""
+    """Return the cases for `benchmarks.gpu.report`."""
     return [(case.label, *case.function()) for case in configurations(thorough=True)]
 
 
 def predict(tile: tiling.DecodeTiles) -> tuple[float, str]:
-    """The share of the memory's read rate that the model expects, and what it is bound by."""
+    """Predict the share of the memory's read rate, and what bounds it."""
     columns, rows = tile.head_dim + tile.value_dim, tile.rows
     stored = tiling.TILE * columns * tile.stored_bytes
     memory = stored / (BANDWIDTH / CORES / CLOCK)
@@ -126,7 +127,7 @@ def predict(tile: tiling.DecodeTiles) -> tuple[float, str]:
 
 
 def said(tile: tiling.DecodeTiles) -> list[str]:
-    """The figures of rule and model for tiles: the cells of a row that no compiler fills."""
+    """Return the cells of a row that come from rule and model, not from a compiler."""
     share, bound = predict(tile)
     cells = (
         *(tile.head_dim, tile.value_dim, tile.stored_bytes, tile.row_block),
@@ -137,7 +138,7 @@ def said(tile: tiling.DecodeTiles) -> list[str]:
 
 
 def main() -> int:
-    """Print the table: the worst of every configuration's variants. 1 if something spills."""
+    """Print the table, with the worst of each configuration's variants; return 1 on spills."""
     from benchmarks.gpu import report as gpu_report
 
     rows: dict[tuple, list] = {}

@@ -1,9 +1,9 @@
-"""Mosaic GPU prefill without a GPU: the rule's tiles, and what a model expects of them.
+"""Print the tiles of Mosaic GPU prefill and predict their speed, without a GPU.
 
     python -m benchmarks.gpu.mosaic_prefill           # the table of docs/gpu-kernels.md
 
-Nothing is compiled: `tests/gpu/test_mosaic_prefill.py` does that, and holds the compiler to this
-shared memory, to the byte, and to no spills.
+Nothing is compiled here: `tests/gpu/test_mosaic_prefill.py` does that, and checks that the
+compiler uses exactly this shared memory and spills nothing.
 
 The model counts, for one multiprocessor and one tile of n keys, the cycles that the products of a
 grid block take and those of shared memory. A block has R rows: 128, or 64 where its two warpgroups
@@ -19,7 +19,7 @@ split the columns of V (`jattn.pallas.mosaic_gpu.prefill.wide`).
     widened   = n (D + V) bytes read, 2 n (D + V) written
     predicted = products / max(products, shared), the share of the tensor cores' peak
 
-It leaves out softmax, barriers, L2, causal edges and the first fill of the ring, so it shows which
+It ignores softmax, barriers, L2, causal edges and the first fill of the ring, so it shows which
 tiles cannot reach their target, not that the others do. Its rates are the data sheet's; none of it
 was measured.
 """
@@ -38,7 +38,7 @@ FLOP = 4096  # a cycle of one multiprocessor's tensor cores, 16-bit operands
 
 
 def configurations() -> Iterator[Case]:
-    """A mixture for every head size, with every option at once; fp8 where both kernels take it."""
+    """Yield a mixture for every head size, with all options; fp8 where both kernels take it."""
     for format in ("bfloat16", "fp8_e4m3"):
         for head in sorted(HEADS):
             case = Case(
@@ -55,7 +55,7 @@ def configurations() -> Iterator[Case]:
 
 
 def predict(tiles: tiling.Tiles) -> float:
-    """The share of the tensor cores' peak that the model expects."""
+    """Predict the share of the tensor cores' peak."""
     keys, rows = tiles.block_kv, tiling.ROWS * (1 if tiles.wide else 2)
     elements = keys * (tiles.head_dim + tiles.value_dim)
     products = 2 * rows * elements / FLOP
@@ -67,7 +67,7 @@ def predict(tiles: tiling.Tiles) -> float:
 
 
 def table() -> Iterator[str]:
-    """The lines of the page's table."""
+    """Yield the lines of the page's table."""
     titles = ("D / V", "cache", "keys of a tile x stages", "blocks of a cluster")
     yield from gpu_report.markdown((*titles, "shared memory, bytes", "model"))
     for case in configurations():

@@ -1,13 +1,13 @@
-"""The torch peers' end of a pipe: makes a workload's data, runs a peer's kernel, times it.
+"""The torch peers' worker: makes a workload's data, runs a peer's kernel, times it.
 
-Started by `benchmarks.gpu.peers` with a Python that has torch; JAX is not needed. One JSON command
-a line comes in, one JSON answer a line goes out; rows of results go through a file. A kernel is
-called as its own engine calls it: plans and masks are made once a step, before the clock starts,
-and it holds its keys in the layout it likes best.
+`benchmarks.gpu.peers` starts it with a Python that has torch; JAX is not needed. Each line in is a
+JSON command, each line out a JSON answer; rows of results go through a file. A kernel is called as
+its own engine calls it: plans and masks are made once per step, before the clock starts, and its
+keys are in the layout that is best for it.
 
-A call of one peer is timed as a CUDA graph of one call on every copy of the keys, so that they come
-from memory and not from L2, between two events; where the peer cannot be captured, without a graph,
-and the answer says so.
+A peer is timed between two events as a CUDA graph of one call on every copy of the keys, so that
+they come from memory and not from L2. If the peer cannot be captured, it runs without a graph, and
+the answer says so.
 """
 
 import functools
@@ -30,7 +30,7 @@ from benchmarks.gpu import peers as gpu_peers
 from benchmarks.worker import serve
 from benchmarks.workloads import Workload, from_json
 
-# Elements made at a time: their hashes are 64-bit here.
+# Elements made at a time; their hashes are 64-bit here.
 CHUNK = 2**26
 WARM_UP = 3
 FLEX_BLOCK = 128
@@ -47,7 +47,7 @@ Call = Callable[[int], torch.Tensor]
 
 
 def fill(device: str, stream: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    """The array of `gpu_data.make_data`, bfloat16."""
+    """Make the array of `gpu_data.make_data`, in bfloat16."""
     words = torch.from_numpy(gpu_data.normal_words(scale).view(np.int16)).to(device)
     numbers = words.view(torch.bfloat16)
     rows, columns = shape[0], int(np.prod(shape[1:]))
@@ -61,7 +61,7 @@ def fill(device: str, stream: int, shape: tuple[int, ...], scale: float) -> torc
 
 
 class Problem:
-    """One workload's data, as ours has it: pools [N, K, S, D] and tables [copies, B, M]."""
+    """One workload's data, as jattn has it: pools [N, K, S, D] and tables [copies, B, M]."""
 
     def __init__(self, w: Workload, copies: int, device: str):
         self.w, self.device = w, device
@@ -73,7 +73,7 @@ class Problem:
         return torch.as_tensor(np.asarray(x)).to(device=self.device, dtype=dtype)
 
     def token_major(self) -> list[torch.Tensor]:
-        """The pools as [N, S, K, D]; ours are given up."""
+        """Return the pools as [N, S, K, D], and free the originals."""
         pools = []
         for name in ("key_cache", "value_cache"):
             pools.append(getattr(self, name).transpose(1, 2).contiguous())
@@ -81,7 +81,7 @@ class Problem:
         return pools
 
     def contiguous(self) -> tuple[list[list[torch.Tensor]], np.ndarray]:
-        """The visible keys and values of every copy, [B, L, K, D], and how many each has."""
+        """Return every copy's visible keys and values [B, L, K, D], and their numbers."""
         slots, lengths = gpu_data.visible_slots(self.w, self.tables)
         pools = [pool.flatten(0, 1) for pool in self.token_major()]
         found = []
@@ -95,17 +95,17 @@ class Problem:
 
 
 def batched(w: Workload, query: torch.Tensor) -> torch.Tensor:
-    """Queries of equally long sequences as [B, H, n, D]."""
+    """Return queries of equally long sequences as [B, H, n, D]."""
     return query.view(w.num_seqs, w.max_query_len, *query.shape[1:]).transpose(1, 2)
 
 
 def unbatched(out: torch.Tensor) -> torch.Tensor:
-    """[B, H, n, V] as [T, H, V]."""
+    """Return [B, H, n, V] as [T, H, V]."""
     return out.transpose(1, 2).flatten(0, 1)
 
 
 def sdpa(problem: Problem) -> Call:
-    """torch's fused attention over contiguous keys."""
+    """Make a call of torch's fused attention over contiguous keys."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -136,13 +136,13 @@ def sdpa(problem: Problem) -> Call:
 
 
 def flex_mask(problem: Problem, ids: np.ndarray, lengths: np.ndarray, count: int) -> Any:
-    """The `BlockMask` of one copy.
+    """Make the `BlockMask` of one copy.
 
     Args:
       problem: the workload.
       ids: physical blocks of the visible tokens, [B, blocks].
       lengths: how many tokens are visible, [B].
-      count: physical blocks of the pool.
+      count: number of physical blocks in the pool.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -169,7 +169,7 @@ def flex_mask(problem: Problem, ids: np.ndarray, lengths: np.ndarray, count: int
         whole &= key > last - w.sliding_window
     lists = []
     for chosen in (some & ~whole, some & whole):
-        # The chosen blocks first, in order, as flex_attention reads them.
+        # The selected blocks come first, in order, as flex_attention reads them.
         order = np.argsort(~chosen, axis=-1, kind="stable")
         physical = np.take_along_axis(ids[:, None].repeat(len(q_block), 1), order, -1)
         padded = np.zeros((*physical.shape[:2], count), np.int32)
@@ -188,16 +188,16 @@ def flex_mask(problem: Problem, ids: np.ndarray, lengths: np.ndarray, count: int
 
 
 def flex(problem: Problem) -> Call:
-    """torch's flex_attention, compiled, over a pool of blocks of 128 tokens.
+    """Make a call of torch's flex_attention, compiled, over a pool of blocks of 128 tokens.
 
     The pool is one long row of keys; a `BlockMask` per sequence names the physical blocks that each
-    128 query tokens see, whole ones apart from those that a mask must cut.
+    128 query tokens see, with whole blocks separate from those that need a mask.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     w, size = problem.w, FLEX_BLOCK
     copies, lengths = problem.contiguous()
-    # The window hides what comes before the first visible token; positions count from there.
+    # The window hides what precedes the first visible token; positions count from there.
     wide = -(-int(lengths.max()) // size)
     count = len(copies) * w.num_seqs * wide
     ids = np.random.default_rng(w.seed).permutation(count).reshape(len(copies), w.num_seqs, wide)
@@ -213,7 +213,7 @@ def flex(problem: Problem) -> Call:
     del copies
     query = batched(w, problem.query).contiguous()
     masks = [flex_mask(problem, ids_of, lengths, count) for ids_of in ids]
-    # Compiled whole or not at all: in parts it would hold every logit.
+    # Compiled whole or not at all: in parts it would store every logit.
     attend = flex_attention
     if problem.device != "cpu":
         attend = torch.compile(flex_attention, fullgraph=True)
@@ -236,7 +236,7 @@ def flex(problem: Problem) -> Call:
 
 
 class KVQuantMode(IntEnum):
-    """Stands for vLLM's, of which the unquantized mode is used."""
+    """A stub of vLLM's, of which only the unquantized mode is used."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -246,9 +246,9 @@ class KVQuantMode(IntEnum):
 
 
 def load_unified_attention(folder: str | None) -> Callable[..., None]:
-    """vLLM's `unified_attention`: the installed one, or that of two files in `folder`.
+    """Load vLLM's `unified_attention`: the installed one, or from two files in `folder`.
 
-    The files import a few names of vLLM; modules that hold just those stand in for it.
+    The files import a few names of vLLM; stub modules provide them.
     """
     if folder is None:
         return importlib.import_module(
@@ -294,7 +294,7 @@ def load_unified_attention(folder: str | None) -> Callable[..., None]:
 
 
 def vllm_triton(problem: Problem, folder: str | None) -> Call:
-    """vLLM's unified Triton kernel, with the split of its decode path as its backend sets it."""
+    """Make a call of vLLM's unified Triton kernel, with its backend's split of decode."""
     attend = load_unified_attention(folder)
     w = problem.w
     padded = 1 << (w.head_dim - 1).bit_length()
@@ -319,16 +319,16 @@ def vllm_triton(problem: Problem, folder: str | None) -> Call:
         k_descale=None,
         v_descale=None,
         seq_threshold_3D=most,
-        # Where these are missing, some releases count on the device and wait for it in every call.
+        # If these are missing, some releases count on the device and wait for it in every call.
         num_prefills=sum(n > 1 for n in w.query_lens),
         num_decodes=sum(n == 1 for n in w.query_lens),
-        split_launch=False,  # it would want those that decode to come first
+        split_launch=False,  # it would need decoding sequences to come first
         num_par_softmax_segments=VLLM_SEGMENTS,
         softmax_segm_output=scratch[0],
         softmax_segm_max=scratch[1],
         softmax_segm_expsum=scratch[2],
     )
-    # Its arguments grow from release to release; what one does not know it does not need.
+    # Releases add arguments; one that a release does not know, it does not need.
     known = inspect.signature(attend).parameters
     given = {name: value for name, value in given.items() if name in known}
     given["k"], given["v"] = problem.token_major()
@@ -345,7 +345,7 @@ def vllm_triton(problem: Problem, folder: str | None) -> Call:
 
 
 def flashinfer_paged(problem: Problem, layout: str) -> Call:
-    """FlashInfer's paged wrappers: one a copy, because a plan holds the pages it was made for."""
+    """Make a call of FlashInfer's paged wrappers: one per copy, because a plan holds its pages."""
     import flashinfer
 
     w, size = problem.w, problem.w.block_size
@@ -371,7 +371,7 @@ def flashinfer_paged(problem: Problem, layout: str) -> Call:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
         if w.max_query_len == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                # As vLLM decides it: groups of more than four queries use the tensor cores.
+                # vLLM's rule: groups of more than four queries use the tensor cores.
                 workspace,
                 layout,
                 use_tensor_cores=w.num_heads // w.num_kv_heads > 4,
@@ -389,7 +389,7 @@ def flashinfer_paged(problem: Problem, layout: str) -> Call:
 
 
 def flash_attention_4(problem: Problem) -> Call:
-    """FlashAttention 4 in the CuTe language; fastest where a block is one of its tiles of keys."""
+    """Make a call of FlashAttention 4 (CuTe), fastest if a block is one of its tiles of keys."""
     from flash_attn.cute import flash_attn_varlen_func
 
     w = problem.w
@@ -402,14 +402,14 @@ def flash_attention_4(problem: Problem) -> Call:
         softmax_scale=w.scale,
         causal=True,
         window_size=(None if w.sliding_window is None else w.sliding_window - 1, None),
-        num_splits=0 if w.max_query_len <= 8 else 1,  # 0: as many as it thinks best
+        num_splits=0 if w.max_query_len <= 8 else 1,  # 0: it chooses
     )
     tables = [problem.on_device(t) for t in gpu_data.named_blocks(w, problem.tables)]
 
     def call(copy: int) -> torch.Tensor:
         given = (problem.query, keys, values)
         found = flash_attn_varlen_func(*given, page_table=tables[copy], **options)
-        return found[0] if isinstance(found, tuple) else found  # the lse comes with some releases
+        return found[0] if isinstance(found, tuple) else found  # some releases also return the lse
 
     return call
 
@@ -420,10 +420,10 @@ def flash_attention_4(problem: Problem) -> Call:
 def time_calls(
     call: Call, copies: int, turns: int, device: str, repeats: int = 1
 ) -> tuple[list[float], str]:
-    """Seconds of a call, of each of several rounds, and how they were timed.
+    """Return the seconds of a call in each of several rounds, and how they were timed.
 
-    A round goes `repeats` times over the copies before it waits, as rounds of jattn's do
-    (`benchmarks.gpu.timing`): a GPU that is busy for longer runs slower.
+    A round goes `repeats` times over the copies before it waits, like jattn's rounds
+    (`benchmarks.gpu.timing`): a GPU that stays busy longer runs slower.
     """
 
     def round_() -> None:
@@ -449,7 +449,7 @@ def time_calls(
         run, how = graph.replay, "events, CUDA graph"
         run()
     except Exception as error:
-        torch.cuda.synchronize()  # raises where the device is lost, and with it the answer
+        torch.cuda.synchronize()  # raises if the device is lost, and the result with it
         how += f"; no CUDA graph: {str(error)[:80]}"
     found = []
     for _ in range(turns):
@@ -468,7 +468,7 @@ def time_calls(
 
 
 class Worker:
-    """The worker's commands. It holds one workload with one peer at a time."""
+    """The worker's commands, which hold one workload with one peer at a time."""
 
     def __init__(self) -> None:
         self.device, self.kernels = "cpu", None
@@ -484,7 +484,7 @@ class Worker:
         return {"torch": torch.__version__}
 
     def prepare(self, peer: str, workload: dict[str, Any], copies: int) -> None:
-        self.call = None  # two workloads need not fit
+        self.call = None  # there may be no room for two workloads
         if self.device != "cpu":
             torch.cuda.empty_cache()
         problem = Problem(from_json(workload), copies, self.device)
@@ -504,13 +504,13 @@ class Worker:
                 raise ValueError(f"unknown peer {peer!r}")
 
     def rows(self, tokens: list[int], path: str) -> None:
-        """Saves the rows of some tokens for the first copy, float32, and if all rows are finite."""
+        """Save some tokens' rows for the first copy, float32, and whether all rows are finite."""
         out = self.call(0)
         rows = out[tokens].float().cpu().numpy()
         np.savez(path, rows=rows, finite=bool(torch.isfinite(out).all()))
 
     def lost(self) -> bool:
-        """Whether the device does not compute any more, as after an illegal access."""
+        """Whether the device no longer computes, as after an illegal access."""
         if self.device == "cpu":
             return False
         try:

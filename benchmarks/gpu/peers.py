@@ -1,8 +1,8 @@
-"""The peers of the GPU benchmark: which they are, why one is not there, and what they measure.
+"""The peers of the GPU benchmark: which there are, why one does not run, and their times.
 
-JAX's run in this process, torch's in a worker (`benchmarks.gpu.peer_worker`) with a share of the
-GPU's memory of its own. All get the data of ours; the result of each is checked against the same
-float64 rows, with the same allowance, before it is timed.
+JAX's peers run in this process, torch's in a worker (`benchmarks.gpu.peer_worker`) with a separate
+share of the GPU's memory. All get jattn's data; each result is checked against the same float64
+rows, with the same tolerance, before it is timed.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = "benchmarks.gpu.peer_worker"
-# What the worker may hold; a workload's copies and the same in a peer's own layout. No more than
-# SHARE of the GPU's memory: JAX has half, and a context of a process has some of the rest.
+# What the worker may hold: a workload's copies, also in the peer's own layout. At most SHARE of the
+# GPU's memory: JAX has half, and the context of each process some of the rest.
 GIGABYTES = 56.0
 SHARE = 0.4
-# A command that compiles may take long; one that hangs must not take the run with it.
+# A command that compiles may take long; one that hangs must not end the run.
 PATIENCE = 240.0
-# JAX's in-tree kernel: splits and pages of a step, as it sets them itself.
+# JAX's in-tree kernel: splits and pages per step, with its own defaults.
 PALLAS_PAGES = 16 * 8
-# In the order in which they import each other.
+# In import order.
 VLLM_FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
 
 
@@ -47,10 +47,10 @@ class Peer:
     """A kernel of another project.
 
     Attributes:
-      name: in rows and in `--peers`.
-      package: what must be installed for it.
-      install: how.
-      refuses: why it cannot run a workload, in words; None where it can.
+      name: the name in rows and in `--peers`.
+      package: the package that it needs.
+      install: how to install it.
+      refuses: returns why it cannot run a workload, or None if it can.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Peer:
 
     @property
     def in_jax(self) -> bool:
-        """Whether it runs in this process."""
+        """Whether the peer runs in this process."""
         return self.package == "jax"
 
 
@@ -70,7 +70,7 @@ def _decode(w: Workload) -> bool:
 
 def _pallas(w: Workload) -> str | None:
     if not _decode(w):
-        return "it decodes one token a sequence, nothing else"
+        return "it only decodes one token per sequence"
     if w.sliding_window is not None:
         return "it has no sliding window"
     if w.head_dim != w.value_dim or w.head_dim & (w.head_dim - 1):
@@ -79,7 +79,7 @@ def _pallas(w: Workload) -> str | None:
 
 
 def _dense(w: Workload) -> str | None:
-    """The reason why attention over contiguous keys cannot run a workload."""
+    """Return why attention over contiguous keys cannot run a workload, or None."""
     if len(set(w.query_lens)) > 1:
         return "sequences have different numbers of query tokens, and it has no ragged batch"
     return None
@@ -148,7 +148,7 @@ NAMES = tuple(peer.name for peer in PEERS)
 
 
 def installed(python: str | None = None) -> frozenset[str]:
-    """The peers' packages that this Python, or the worker's, has. None of them is imported."""
+    """Return the peers' packages that this Python or the worker's has, without importing any."""
     names = sorted({peer.package for peer in PEERS})
     if python is None:
         return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
@@ -167,12 +167,12 @@ def installed(python: str | None = None) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """The software that was found for peers.
+    """The software found for peers.
 
     Attributes:
       here: packages of this Python.
       worker: packages of the worker's Python.
-      vllm_kernels: a folder with the two files of vLLM's kernel, or None.
+      vllm_kernels: the folder with the two files of vLLM's kernel, or None.
     """
 
     here: frozenset[str]
@@ -180,7 +180,7 @@ class Found:
     vllm_kernels: str | None = None
 
     def why_not(self, peer: Peer, w: Workload) -> str | None:
-        """Why `peer` does not run `w`: it is not there, or cannot; None where it does."""
+        """Return why `peer` does not run `w` (not installed, or unable), or None if it does."""
         if peer.in_jax:
             return peer.refuses(w) if "jax" in self.here else f"no jax: {peer.install}"
         if "torch" not in self.worker:
@@ -195,7 +195,7 @@ class Found:
 
 
 def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
-    """Asks this Python and the worker's."""
+    """Find the software in this Python and the worker's."""
     here = installed()
     return Found(here, installed(peer_python) if peer_python else here, vllm_kernels)
 
@@ -205,12 +205,12 @@ def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a peer.
+    """The result of a peer.
 
     Attributes:
-      rows: the sampled ones, [n, H, V].
-      finite: whether all the others are, too.
-      time: seconds of a call, several times over, and how they were taken.
+      rows: the sampled rows, [n, H, V].
+      finite: whether all other rows are finite too.
+      time: returns the seconds of a call, measured several times, and how it was timed.
     """
 
     rows: np.ndarray
@@ -226,7 +226,7 @@ def _sampled(w: Workload, out: Any) -> tuple[np.ndarray, bool]:
 
 
 def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
-    """JAX's in-tree paged attention, which stores pages [K, N, S, D] and does not scale."""
+    """Run JAX's in-tree paged attention, which stores pages [K, N, S, D] and does not scale."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -251,7 +251,7 @@ def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
 
 
 def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: int = 1) -> Result:
-    """`jax.nn.dot_product_attention` over keys made contiguous before the clock starts."""
+    """Run `jax.nn.dot_product_attention` over keys made contiguous before the clock starts."""
     import jax
     import jax.numpy as jnp
 
@@ -309,7 +309,7 @@ class Worker(workers.Worker):
         super().__init__(python, module, PATIENCE, **opening)
 
     def run(self, peer: Peer, w: Workload, copies: int, repeats: int = 1) -> Result:
-        """Prepares `w`, runs it once and brings its sampled rows; `repeats` is for its timing."""
+        """Prepare `w`, run it once and return its sampled rows; `repeats` is for its timing."""
         self.ask("prepare", peer=peer.name, workload=dataclasses.asdict(w), copies=copies)
         path = self.path("rows.npz")
         self.ask("rows", tokens=gpu_data.sampled_tokens(w), path=str(path))
@@ -327,7 +327,7 @@ class Worker(workers.Worker):
 
 
 def judge(w: Workload, result: Result, want: np.ndarray) -> str | None:
-    """Why a result must not be timed, in words."""
+    """Return why a result must not be timed, or None."""
     if found := gpu_data.wrong_rows(w, want, result.rows):
         return f"out of budget: {'; '.join(found)}"
     return None if result.finite else "out of budget: it has elements that are not finite"
@@ -336,12 +336,12 @@ def judge(w: Workload, result: Result, want: np.ndarray) -> str | None:
 def measure(
     peer: Peer, w: Workload, data: Data, want: np.ndarray, worker: Worker, repeats: int = 1
 ) -> tuple[list[float], str] | str:
-    """Seconds of a call, several times over, and how they were taken; or why there are none.
+    """Return the seconds of a call, measured several times, and how; or why there are none.
 
     Args:
-      peer, w, data: the peer, and what it runs on.
-      want: `gpu_data.expected_rows`.
-      worker: torch's process.
+      peer, w, data: the peer, and the workload and data it runs on.
+      want: the result of `gpu_data.expected_rows`.
+      worker: the process with torch.
       repeats: how often a round goes over the copies.
     """
     try:
@@ -359,7 +359,7 @@ def measure(
 def listed(
     found: Found, w: Workload, names: Sequence[str] = NAMES
 ) -> Iterator[tuple[Peer, str | None]]:
-    """The named peers, each with the reason why it does not run `w`, or None."""
+    """Return the named peers, each with the reason why it does not run `w`, or None."""
     for peer in PEERS:
         if peer.name in names:
             yield peer, found.why_not(peer, w)

@@ -1,4 +1,4 @@
-"""A Triton kernel that reads and does nothing else."""
+"""A Triton kernel that only reads."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def read(numbers, half, steps, out, WORDS: tl.constexpr, STEP: tl.constexpr):
-    """`out[program]`: the maximum of what a program reads of one half of int32 [2, WORDS].
+    """Set `out[program]` to the maximum of what a program reads of one half of int32 [2, WORDS].
 
-    Sizes are constants: only so is it known that 16 bytes can be read at a time.
+    Sizes are constants, so that the compiler knows it can read 16 bytes at a time.
     """
     program = tl.program_id(0)
     at = tl.arange(0, STEP)

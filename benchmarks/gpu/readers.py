@@ -1,8 +1,8 @@
-"""Several ways to read memory and do nothing else: the best of them is what reading can reach.
+"""Several ways to only read memory: the best of them is the read ceiling.
 
-Each takes int32 `numbers` [2, words] and the index of one half, which it reads; it returns what
-depends on every word. XLA's are reductions. Triton's programs stay, and go through the memory in
-steps of the grid, as decode's do.
+Each reads one half, given by its index, of int32 `numbers` [2, words], and returns a value that
+depends on every word. XLA's are reductions. Triton's programs are persistent and go through the
+memory in steps of the grid, as decode's do.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ ROW = 8192
 
 
 def as_float(word: Any) -> Any:
-    """One of a kind that a loop needs: an integer times zero is zero whatever it is."""
+    """Return the word as a float for the loop: any integer times zero would be a known zero."""
     return jax.lax.bitcast_convert_type(word, jnp.float32)[None]
 
 
 def xla_words(numbers: Any, i: Any) -> Any:
-    """The maximum: nothing but the reading."""
+    """Reduce to the maximum, which costs nothing but the reading."""
     return as_float(jnp.take(numbers, i % 2, axis=0).max())
 
 
 def xla_half_words(numbers: Any, i: Any) -> Any:
-    """The same of 16-bit words."""
+    """Reduce 16-bit words to the maximum."""
     words = jax.lax.bitcast_convert_type(jnp.take(numbers, i % 2, axis=0), jnp.uint16)
     return as_float(words.max().astype(jnp.int32))
 
 
 def xla_rows(numbers: Any, i: Any) -> Any:
-    """The same row by row."""
+    """Reduce row by row to the maximum."""
     rows = numbers.reshape(2, -1, ROW)
     return as_float(jnp.take(rows, i % 2, axis=0).max(axis=-1).max())
 
@@ -46,7 +46,7 @@ def xla_rows(numbers: Any, i: Any) -> Any:
 def triton_reader(
     gpu: machine.Machine, per_core: int, step: int, warps: int, stages: int
 ) -> Callable[[Any, Any], Any]:
-    """A reader of `per_core` programs on a multiprocessor that read `step` words at a time."""
+    """Make a reader: `per_core` programs on a multiprocessor that read `step` words at a time."""
     from benchmarks.gpu import read_kernel
     from jattn.pallas.triton import packed
 
@@ -73,7 +73,7 @@ def triton_reader(
 
 
 def readers(gpu: machine.Machine | None) -> dict[str, Callable[[Any, Any], Any]]:
-    """All by name; Triton's where there is a GPU and its packages."""
+    """Return all readers by name; Triton's only with a GPU and its packages."""
     from jattn.pallas.triton import needs
 
     found = {"xla words": xla_words, "xla halves": xla_half_words, "xla rows": xla_rows}

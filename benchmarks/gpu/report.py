@@ -1,4 +1,4 @@
-"""The resources of GPU kernels, without a GPU: registers, spills, memory, occupancy, instructions.
+"""Report registers, spills, memory, occupancy and instructions of GPU kernels, without a GPU.
 
     python -m benchmarks.gpu.report [--sm 80 90 100] [--filter REGEX] [--json] [--fail-on-spill]
     python -m benchmarks.gpu.report FILE.py:FUNCTION ...
@@ -9,10 +9,10 @@ of `(label, fn, arguments)`; arguments are arrays or `jax.ShapeDtypeStruct`s. Fr
     for kernel in gpu_report.report(fn, *arguments, sm=90):
         assert kernel.spill_bytes == 0
 
-The function is compiled by XLA for a device that is only described (`benchmarks.gpu.targets`), and
-every kernel's PTX is assembled by ptxas, which says what it uses. Three kinds are found: `triton`
-(jax-triton embeds PTX in the module), `mosaic` (Pallas on Mosaic GPU compiles to PTX when XLA
-compiles the module) and `xla` (fusions that XLA wrote itself).
+XLA compiles the function for a described device (`benchmarks.gpu.targets`), and ptxas assembles
+every kernel's PTX and reports what it uses. There are three kinds of kernels: `triton` (jax-triton
+embeds PTX in the module), `mosaic` (Pallas on Mosaic GPU compiles to PTX when XLA compiles the
+module) and `xla` (fusions that XLA generates).
 
 Occupancy is what the counts allow; a Mosaic kernel that moves registers between its warpgroups at
 run time is counted as it is launched.
@@ -42,7 +42,7 @@ import jax
 
 from benchmarks.gpu.targets import GPUS, MissingCompilerError, device_for, occupancy
 
-# What is counted in the PTX: which matrix unit and which copy engine a kernel uses.
+# Counted in the PTX: which matrix unit and which copy engine a kernel uses.
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync\.",
     "wgmma": r"\bwgmma\.mma_async\.",
@@ -64,15 +64,15 @@ class Kernel:
       kind: "triton", "mosaic" or "xla".
       target: the architecture in its PTX, such as "sm_90a".
       grid: blocks launched.
-      threads: of a block.
-      registers: of a thread.
-      spill_stores, spill_loads: bytes of registers that went to memory and came back.
-      stack: bytes of a thread.
-      shared: bytes of a block, static and dynamic.
-      blocks_per_core: how many fit on one streaming multiprocessor.
-      limited_by: what stands against more.
-      instructions: how often those of `INSTRUCTIONS` stand in the PTX; zeros left out.
-      ptx: the text.
+      threads: threads per block.
+      registers: registers per thread.
+      spill_stores, spill_loads: bytes of registers stored to memory and loaded back.
+      stack: bytes per thread.
+      shared: bytes per block, static and dynamic.
+      blocks_per_core: how many blocks fit on one streaming multiprocessor.
+      limited_by: what prevents more blocks.
+      instructions: how often those of `INSTRUCTIONS` occur in the PTX, without zeros.
+      ptx: the text of the PTX.
     """
 
     name: str
@@ -92,17 +92,17 @@ class Kernel:
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes stored and loaded because registers did not suffice."""
+        """Bytes stored and loaded for lack of registers."""
         return self.spill_stores + self.spill_loads
 
     def as_json(self) -> dict[str, Any]:
-        """All fields but the text."""
+        """Return all fields except the PTX."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "ptx"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """PTX of one kernel and how it is launched."""
+    """The PTX of one kernel, and how it is launched."""
 
     kind: str
     ptx: str
@@ -113,15 +113,15 @@ class Launch:
 def report(
     fn: Callable, *arguments: Any, sm: int = 90, keep: str | None = None, xla: bool = True
 ) -> list[Kernel]:
-    """Compile `fn(*arguments)` for one GPU; what each of its kernels uses.
+    """Compile `fn(*arguments)` for one GPU, and return what each of its kernels uses.
 
     Args:
       fn: a function, jitted or not.
-      *arguments: pytrees; whatever has a shape and a dtype is abstracted to them.
-      sm: one of `GPUS`.
-      keep: a folder that receives what the compiler writes (HLO, PTX), or None.
-      xla: whether to compile the module too. Without it only jax-triton's kernels are seen, four
-        times as fast.
+      *arguments: pytrees; leaves with a shape and a dtype are abstracted to these.
+      sm: a key of `GPUS`.
+      keep: a folder for what the compiler writes (HLO, PTX), or None.
+      xla: whether to compile the module too. Without it the report has only jax-triton's kernels,
+        and is four times as fast.
 
     Raises:
       MissingCompilerError: the CUDA plugin or an assembler is not installed.
@@ -133,7 +133,7 @@ def report(
 
 @contextlib.contextmanager
 def lowering(fn: Callable, *arguments: Any, sm: int) -> Iterator[Any]:
-    """`fn(*arguments)` lowered for one GPU, and inside the context the settings to compile it."""
+    """Lower `fn(*arguments)` for one GPU; the context has the settings to compile it."""
     device = device_for(sm)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -150,7 +150,7 @@ def lowering(fn: Callable, *arguments: Any, sm: int) -> Iterator[Any]:
 def launches_of(
     lowered: Any, sm: int, *, keep: str | None = None, xla: bool = True
 ) -> list[Launch]:
-    """The PTX of each kernel of a function lowered for `device_for(sm)`; see `report`."""
+    """Return the PTX of each kernel of a function lowered for `device_for(sm)`; see `report`."""
     launches, mosaic = _custom_calls(lowered)
     if xla:
         with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ def launches_of(
 
 
 def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
-    """The figures of ptxas for each entry point of a module."""
+    """Yield ptxas' figures for each entry point of a module."""
     target = re.search(r"^\.target (\w+)", launch.ptx, re.M)[1]
     bodies = re.split(r"\.entry\s+([\w$]+)", launch.ptx)
     texts = dict(zip(bodies[1::2], bodies[2::2], strict=True))
@@ -176,7 +176,7 @@ def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
         for n in size.groups(default="1") if size else ():
             threads *= int(n)
         shared = launch.dynamic_shared
-        if launch.kind != "mosaic":  # whose one static byte marks the dynamic allocation
+        if launch.kind != "mosaic":  # its one static byte marks the dynamic allocation
             shared += count(r"(\d+) bytes smem")
         registers = count(r"Used (\d+) registers")
         fit, limit = occupancy(GPUS[sm], threads, registers, shared)
@@ -200,7 +200,7 @@ def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
 
 
 def _ptxas(ptx: str, target: str) -> str:
-    """The output of ptxas for a module."""
+    """Run ptxas on a module, and return its output."""
     version = float(re.search(r"^\.version (\S+)", ptx, re.M)[1])
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -213,10 +213,10 @@ def _ptxas(ptx: str, target: str) -> str:
 
 
 def find_ptxas(version: float = 0.0) -> str:
-    """The first assembler that takes PTX of `version`: $PTXAS, the toolkit's, a package's.
+    """Find the first assembler that takes PTX of `version`: $PTXAS, the toolkit's, a package's.
 
     Raises:
-      MissingCompilerError: none does.
+      MissingCompilerError: there is none.
     """
     places = [os.environ.get("PTXAS"), shutil.which("ptxas")]
     roots = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
@@ -241,7 +241,7 @@ def find_ptxas(version: float = 0.0) -> str:
 
 @contextlib.contextmanager
 def _jax_triton_compiles_for(sm: int) -> Iterator[None]:
-    """jax-triton asks the driver what to compile for, unless a call says so itself."""
+    """Make jax-triton compile for `sm`; it asks the driver unless a call says what to target."""
     lib = getattr(sys.modules.get("jax_triton.triton_lib"), "triton_kernel_call_lib", None)
     if lib is None:
         yield
@@ -255,9 +255,9 @@ def _jax_triton_compiles_for(sm: int) -> Iterator[None]:
 
 
 def operations(operation: Any) -> Iterator[Any]:
-    """Every operation inside one, those of a region behind the one that it is in."""
-    # Mosaic GPU's serialized dialect has no Python module, and for each operation MLIR would search
-    # the disk for it: 15 s a kernel.
+    """Yield every operation inside one, with a region's operations after the one that has it."""
+    # Mosaic GPU's serialized dialect has no Python module, and MLIR would search the disk for it at
+    # each operation, which takes 15 s per kernel.
     name = "jaxlib.mlir.dialects.stable_mosaic_gpu"
     sys.modules.setdefault(name, types.ModuleType(name))
     for region in operation.regions:
@@ -268,7 +268,7 @@ def operations(operation: Any) -> Iterator[Any]:
 
 
 def _custom_calls(lowered: Any) -> tuple[list[Launch], dict[bytes, tuple]]:
-    """jax-triton's kernels, and `{hash: (name, grid, shared)}` of Mosaic GPU's."""
+    """Return jax-triton's kernels, and `{hash: (name, grid, shared)}` of Mosaic GPU's."""
     from jax._src.lib.mlir import ir
 
     module = lowered.compiler_ir()
@@ -306,7 +306,7 @@ def _custom_calls(lowered: Any) -> tuple[list[Launch], dict[bytes, tuple]]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """`(field number, value)` of each field of a serialized protobuf message."""
+    """Yield `(field number, value)` of each field of a serialized protobuf message."""
     at = 0
 
     def varint() -> int:
@@ -333,7 +333,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _jax_triton_launches(packed: bytes) -> Iterator[Launch]:
-    """The kernels in the backend config of a jax-triton call, which is a compressed protobuf."""
+    """Yield the kernels in a jax-triton call's backend config, which is a compressed protobuf."""
 
     def launch(message: bytes) -> Launch:
         kernel, grid = {}, [1, 1, 1]
@@ -354,13 +354,13 @@ _mosaic_ptx: dict[tuple[bytes, int], str] = {}
 
 
 def thunks_of(lowered: Any, folder: Path) -> str:
-    """The launches of a lowered function when it is run, a line each, as XLA describes them.
+    """Return the launches of a lowered function, one line each, as XLA describes them.
 
-    Launches inside a `kCommandBuffer` are one graph. `folder` receives what the compiler writes.
+    Launches inside a `kCommandBuffer` are one graph. The compiler writes its files to `folder`.
     """
     before = set(folder.iterdir())
     options = {"xla_dump_to": str(folder)}
-    if jax.__version_info__ >= (0, 11):  # before, PTX was part of every dump
+    if jax.__version_info__ >= (0, 11):  # earlier versions dump PTX always
         options["xla_dump_emitter_re"] = "ptx"
     lowered.compile(compiler_options=options)
     new = sorted(set(folder.iterdir()) - before)
@@ -371,19 +371,19 @@ def thunks_of(lowered: Any, folder: Path) -> str:
     }
     if not found:
         raise RuntimeError("XLA compiled nothing: is the persistent compilation cache on?")
-    # The second is written where passes, such as that which makes graphs, have changed the first.
+    # The second file is written if passes, such as the one that makes graphs, changed the first.
     return found.get("_after_thunk_passes.txt", found.get(".txt", ""))
 
 
 def _function_around(op: Any) -> str:
-    """The name of the function that an operation is in."""
+    """Return the name of the function that an operation is in."""
     while not op.name.endswith("func.func"):
         op = op.parent
     return op.attributes["sym_name"].value
 
 
 def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[Launch]:
-    """Kernels that exist only once XLA has compiled the module."""
+    """Return the kernels that exist only once XLA has compiled the module."""
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
     printed = folder / "mosaic.ptx"
@@ -408,8 +408,8 @@ def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[
             _mosaic_ptx[key, sm] = text
     if fresh:
         raise RuntimeError(
-            "a Mosaic GPU kernel was compiled earlier in this process, so that its PTX is gone: "
-            "report on it first, or in a process of its own"
+            "a Mosaic GPU kernel was compiled earlier in this process, so its PTX is gone: "
+            "report on it first, or in a separate process"
         )
     for key, (_, grid, shared) in mosaic.items():
         launches.append(Launch("mosaic", _mosaic_ptx[key, sm], grid, shared))
@@ -417,7 +417,7 @@ def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[
 
 
 def _entry(ptx: str, name: str) -> str | None:
-    """A module with the entry point `name` alone, or None where it has no such."""
+    """Return a module with only the entry point `name`, or None if there is none."""
     parts = re.split(r"(?m)^(?=\.visible \.entry|\.entry|// \.globl)", ptx)
     mine = [part for part in parts[1:] if re.search(rf"\.entry\s+{re.escape(name)}\b", part)]
     return parts[0] + mine[0] if mine else None
@@ -425,7 +425,7 @@ def _entry(ptx: str, name: str) -> str | None:
 
 @contextlib.contextmanager
 def _mosaic_ptx_to(path: Path) -> Iterator[None]:
-    """Have Mosaic GPU print its PTX; it prints to file descriptor 1, which is led to `path`."""
+    """Make Mosaic GPU print its PTX; its output, file descriptor 1, is redirected to `path`."""
     sys.stdout.flush()
     stdout = os.dup(1)
     old = os.environ.get("MOSAIC_GPU_DUMP_PTX")
@@ -444,7 +444,7 @@ def _mosaic_ptx_to(path: Path) -> Iterator[None]:
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """The kernels as an aligned table."""
+    """Format the kernels as an aligned table."""
     head = (
         *("kernel", "kind", "target", "grid", "threads", "regs", "spill st/ld", "shared"),
         *("per core", "limit", "instructions"),
@@ -469,12 +469,12 @@ def table(kernels: Sequence[Kernel]) -> str:
 
 
 def line(cells: Iterable[Any]) -> str:
-    """A line of a Markdown table."""
+    """Format a line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def markdown(titles: Sequence[str]) -> tuple[str, str]:
-    """The head of a Markdown table."""
+    """Format the head of a Markdown table."""
     return line(titles), "|" + "---|" * len(titles)
 
 
@@ -488,14 +488,14 @@ def _load(spec: str) -> list[tuple[str, Callable, tuple]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 where something does not compile or, if asked, spills."""
+    """Run the command; return 1 if something does not compile or, if asked, spills."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.report", description=__doc__.splitlines()[0]
     )
     parser.add_argument("cases", nargs="?", help="FILE.py:FUNCTION; jattn's own if not given")
     parser.add_argument("--sm", type=int, nargs="+", default=[90], choices=sorted(GPUS))
     parser.add_argument("--filter", default="", metavar="REGEX", help="only cases labelled so")
-    parser.add_argument("--keep", metavar="DIR", help="keep what the compiler writes here")
+    parser.add_argument("--keep", metavar="DIR", help="keep the compiler's files here")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel")
     parser.add_argument("--fail-on-spill", action="store_true", help="exit 1 if a kernel spills")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A measurement of the GPU benchmark, compared with what this GPU reaches in the same run."""
+"""A measurement of the GPU benchmark, and the ceilings of this GPU in the same run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class Ceilings:
     """The rates that this GPU reached in this run.
 
     Attributes:
-      read: bytes a second, of the best reader.
-      matrix: FLOPs a second of a product of bfloat16.
-      reader: which reader that was.
-      readers: bytes a second of all of them.
+      read: bytes a second, by the best reader.
+      matrix: FLOPs a second of a product of bfloat16 matrices.
+      reader: the name of the best reader.
+      readers: bytes a second of each reader.
     """
 
     read: float
@@ -42,16 +42,16 @@ class Row:
     """One workload with one implementation, checked and timed.
 
     Attributes:
-      name, implementation: of what with what.
-      median, spread: seconds of a call, and the middle half of them over the median.
-      gigabytes, teraflops: a second.
-      share: of what the ceilings allow.
-      bound: which of them, "read" or "matrix".
-      timed: how.
-      kernels: seconds of a call's kernels alone, by the GPU's clock; None where not asked for.
-      launches: how many there are.
-      parts: microseconds of each of them.
-      source: where they are from.
+      name, implementation: the workload, and what ran it.
+      median, spread: seconds of a call, and the width of their middle half over the median.
+      gigabytes, teraflops: per second.
+      share: the share of what the ceilings allow.
+      bound: which ceiling, "read" or "matrix".
+      timed: how the call was timed.
+      kernels: seconds of only a call's kernels, by the GPU's clock; None if not requested.
+      launches: how many kernels there are.
+      parts: microseconds of each kernel.
+      source: where the kernel times are from.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Row:
     source: str = ""
 
     def line(self) -> str:
-        """The row of the table."""
+        """Format the row as a line of the table."""
         kernels = "-" if self.kernels is None else f"{self.kernels * 1e6:.1f}"
         launches = "-" if self.launches is None else f"{self.launches:.1f}"
         return (
@@ -80,7 +80,7 @@ class Row:
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """The row that a line of results holds."""
+    """Return the row that a line of results holds."""
     fields = {field.name for field in dataclasses.fields(Row)}
     return Row(**{name: value for name, value in line.items() if name in fields})
 
@@ -93,7 +93,7 @@ def make_row(
     timed: str = gpu_timing.LOOP,
     kernels: KernelTimes | None = None,
 ) -> Row:
-    """The row for several timings of a workload, and one of its kernels."""
+    """Make the row for several timings of a workload and one of its kernels."""
     low, median, high = np.percentile(seconds, (25, 50, 75))
     least, bound = gpu_workloads.floor(w, limits.read, limits.matrix)
     return Row(
@@ -111,14 +111,14 @@ def make_row(
 
 
 def products(a: Any, count: int) -> Any:
-    """`count` products, each of the last one: nothing else is between them."""
+    """Compute `count` products, each of the previous one, with nothing between them."""
     import jax
 
     return jax.lax.scan(lambda x, _: (a @ x, None), a, length=count)[0]
 
 
 def random_words(words: int) -> Any:
-    """int32 [2, words] as if random: a GPU may be faster where all bits are alike."""
+    """Make int32 [2, words] that look random: a GPU may be faster if all bits are alike."""
     import jax
     import jax.numpy as jnp
 
@@ -132,10 +132,10 @@ def random_words(words: int) -> Any:
 
 
 def measure_ceilings(gpu: machine.Machine | None) -> Ceilings:
-    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192.
+    """Measure the rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192.
 
     Args:
-      gpu: for Triton's readers; None for none.
+      gpu: the GPU, for Triton's readers; None to leave them out.
     """
     import jax
     import jax.numpy as jnp
@@ -146,11 +146,11 @@ def measure_ceilings(gpu: machine.Machine | None) -> Ceilings:
     for name, reader in gpu_readers.readers(gpu).items():
         try:
             rates[name] = 4 * words / float(np.median(gpu_timing.time_loop(reader, numbers, turns)))
-        except Exception as error:  # one that does not compile is not the best
+        except Exception as error:  # a reader that does not compile is not the best
             print(f"reader {name}: {str(error).splitlines()[0]}")
     del numbers
     best = max(rates, key=rates.__getitem__)
-    # Rows of length 1: products stay as large as their factors.
+    # Rows have length 1, so products stay as large as their factors.
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) * size**-0.5
     product = gpu_timing.time_steps(jax.jit(products, static_argnums=1), a, 20)
     return Ceilings(rates[best], float(2 * size**3 / np.median(product)), best, rates)

@@ -1,9 +1,9 @@
-"""A run that may end at any time: a budget, results written as they come, an alarm, a second run.
+"""Runs that may end at any time: a budget, results written as they come, an alarm, resuming.
 
-Every answer is a line of JSON in a file, written when it is known. A later run that is given the
-folder (`--resume`) does not ask again what has an answer there, unless it was a failure and the
-code has changed since. What hangs is answered too: the alarm writes down what was being measured
-and ends the process, because nothing else stops a kernel that waits for itself.
+Every result is a line of JSON in a file, written when it is known. A later run with that folder
+(`--resume`) does not repeat what has a result there, unless it was a failure and the code has
+changed since. A hang is a result too: the alarm records what was being measured and ends the
+process, because nothing else stops a kernel that waits for itself.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-# What a workload may take with one implementation: it compiles, is checked and timed.
+# How long a workload may take with one implementation to compile, be checked and be timed.
 PATIENCE = 180.0
-# The alarm may let something finish for as long after the budget.
+# How long after the budget the alarm lets something finish.
 GRACE = 30.0
 HUNG = 3  # exit status
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEP = "JATTN_STEP"  # the variable with a step's name
-# What is no longer true, perhaps, of other code. A refusal is an answer.
+# Results that may not hold for other code. A refusal is a result.
 FAILURES = ("WRONG", "FAILED", "no answer")
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Of the package and what measures it: failures of other code may be asked again."""
+    """Hash the package and what measures it: failures of other code may be repeated."""
     found = hashlib.sha256()
     for folder in ("jattn", "benchmarks", "tests/support"):
         for file in sorted((ROOT / folder).rglob("*")):
@@ -46,13 +46,13 @@ def fingerprint() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Fields of every line: the code that wrote it, and the step of the first hour."""
+    """Return the fields of every line: the code that wrote it, and the step of the first hour."""
     step = os.environ.get(STEP)
     return {"code": fingerprint(), **({"step": step} if step else {})}
 
 
 class Lines:
-    """JSON lines in a file of a folder, each written when it is known; nowhere without a folder."""
+    """JSON lines in a file of a folder, each written when known; without a folder, none."""
 
     def __init__(self, folder: str | None, parts: Sequence[str]):
         self._file = None
@@ -69,7 +69,7 @@ class Lines:
 
 
 def lines_of(folder: str | None, but: str | None = None) -> Iterator[dict[str, Any]]:
-    """All lines of all files `but` one in a folder; of a line that was cut off, nothing."""
+    """Yield all lines of a folder's files except `but`, without lines that were cut off."""
     for file in sorted(pathlib.Path(folder).glob("*.jsonl")) if folder is not None else ():
         if but is not None and file == pathlib.Path(but):
             continue
@@ -79,7 +79,7 @@ def lines_of(folder: str | None, but: str | None = None) -> Iterator[dict[str, A
 
 
 def answered(folder: str | None) -> set[tuple[str, str]]:
-    """`(workload, implementation)` of which earlier runs say something that still stands."""
+    """Return each `(workload, implementation)` whose result of an earlier run still holds."""
     return {
         (line["name"], line["implementation"])
         for line in lines_of(folder)
@@ -89,17 +89,17 @@ def answered(folder: str | None) -> set[tuple[str, str]]:
 
 
 def failed(why: str) -> bool:
-    """Whether a reason for there being no result is a failure of ours."""
+    """Whether the reason for a missing result is a failure of ours."""
     return why.startswith(FAILURES)
 
 
 def of_this_code(line: dict[str, Any]) -> bool:
-    """Whether a line was written by the code as it is now."""
+    """Whether the present code wrote a line."""
     return line.get("code") == fingerprint()
 
 
 def device_answers() -> bool:
-    """Whether the GPU still computes: after an illegal access it does not, for this process."""
+    """Whether the GPU still computes for this process; after an illegal access it does not."""
     import jax.numpy as jnp
 
     try:
@@ -109,8 +109,8 @@ def device_answers() -> bool:
 
 
 def run(command: Sequence[str], seconds: float, **settings: Any) -> int | None:
-    """The exit status of a command; None where it took too long, and has been ended, as have the
-    processes that it began."""
+    """Run a command and return its exit status; None if it took too long and was killed, together
+    with the processes it started."""
     with subprocess.Popen(command, start_new_session=True, **settings) as process:
         try:
             return process.wait(timeout=seconds)
@@ -128,7 +128,7 @@ def leave(status: int) -> None:
 
 
 class LostDeviceError(Exception):
-    """The GPU does not compute any more, for this process."""
+    """The GPU no longer computes for this process."""
 
 
 class OverTimeError(Exception):
@@ -136,7 +136,7 @@ class OverTimeError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, with its type."""
+    """Return the first line of an error, with its type."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -145,8 +145,8 @@ class Session:
     """The budget of a run and the alarm over its parts.
 
     Args:
-      seconds: until nothing new is begun.
-      lines: where an alarm is written down.
+      seconds: the time after which nothing new is started.
+      lines: where an alarm is recorded.
       end: called with an exit status when the alarm goes off.
     """
 
@@ -157,17 +157,17 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget; below zero when it is spent."""
+        """Seconds left of the budget; below zero when it is spent."""
         return self._over - time.monotonic()
 
     @contextlib.contextmanager
     def watched(self, name: str, implementation: str) -> Iterator[None]:
-        """Runs its body under the alarm."""
+        """Run the body under the alarm."""
         patience = min(PATIENCE, self.left + GRACE)
 
         def ring() -> None:
             why = f"no answer in {patience:.0f} s"
-            if patience < PATIENCE:  # it is not to blame, and may be asked again
+            if patience < PATIENCE:  # it is not to blame, and may be repeated
                 self.lines.write(kind="left", names=[name], why=why)
             else:
                 self.lines.write(kind="none", name=name, implementation=implementation, why=why)
@@ -189,7 +189,7 @@ class Session:
         found: Iterable[tuple[str, Any]],
         answers: Callable[[], bool],
     ) -> Iterator[tuple[str, Any]]:
-        """The results of `found` for each implementation, each made under the alarm.
+        """Yield the results of `found` for each implementation, each made under the alarm.
 
         Raises:
           LostDeviceError: something failed, and the device no longer `answers`.

@@ -1,7 +1,8 @@
-"""The shared memory of the Triton kernels, counted before they are compiled.
+"""Count the shared memory of the Triton kernels before they are compiled.
 
-The rule for tiles does not need it: its tables hold tiles that fit. Tests compare those with this
-count, and the count with the compiler's; tuning tries no tiles that need more than there is.
+The rule for tiles does not need the count, because its tables hold tiles that fit. Tests check the
+tables against this count, and the count against the compiler's; tuning skips tiles that need more
+than there is.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
 
 # Bytes that a kernel may need beyond what `shared_bytes` can name. Compiled for sm_80, D = 192 and
-# V = 128 over fp8 needs 128 (triton 3.6.0): what a second buffer of 32 block ids for each of three
-# tiles takes, less the room for reductions, which share memory with buffers no longer in use. The
-# rest is a margin.
+# V = 128 over fp8 needs 128 (triton 3.6.0): a second buffer of 32 block ids for each of three
+# tiles, less the room for reductions, which share memory with buffers no longer in use. The rest is
+# a margin.
 UNNAMED_BYTES = 256
 
 
 def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
-    """Bytes of shared memory that a decode or prefill kernel needs at most, with `mma.sync`.
+    """Return the most bytes of shared memory that a kernel needs with `mma.sync`.
 
-    That is every GPU but Hopper and the larger Blackwells, whose matrix units read shared memory
-    and want more of it there; they have more than twice as much. Tests hold the compiler to this.
+    That covers every GPU except Hopper and the larger Blackwells, whose matrix units read shared
+    memory and need more there; they have more than twice as much. Tests check this against the
+    compiler.
     """
     qk, pv = ({"float32": 4}.get(name, 2) for name in triton_tiles.dot_dtypes(call))
     query = tiles.rows * sum(triton_tiles.whole_parts(call, call.head_dim)) * qk
@@ -34,19 +36,19 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     ):
         columns = [tiles.keys * part for part in triton_tiles.whole_parts(call, size)]
         if format.narrow and format.triton_codes != "e5m2":
-            # Unpacked in registers, and multiplied from here.
+            # Unpacked in registers, and multiplied from this buffer.
             buffers += [count // format.values_per_word for count in columns]
             widened = max(widened, sum(columns) * dot)
         else:
-            # What is multiplied in float32 is widened on the way; e5m2 is, in registers.
+            # Numbers multiplied in float32 are widened on the way; e5m2 is widened in registers.
             stored = 4 if dot == 4 else format.word_dtype.itemsize
             buffers += [count * stored for count in columns]
         if format.group:
             buffers += [count // format.group for count in columns]
         if format.per in ("block", "token"):
             buffers += [4 * tiles.keys] * (1 + format.zero_point)
-    # Without a pipeline one buffer follows another; with it, a loop has all of a step, once for
-    # every stage that is not the load of a block id.
+    # Without a pipeline one buffer follows another; with it, a loop holds all buffers of a step,
+    # once for every stage that is not the load of a block id.
     copies = max(1, (tiles.stages - 1) // 2)
     held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
     weights = tiles.rows * tiles.keys * pv

@@ -1,11 +1,11 @@
-"""Whether kernels that were measured are still the same: their PTX at a commit and now.
+"""Check whether measured kernels are still the same: compare their PTX at a commit and now.
 
     python -m benchmarks.gpu.since COMMIT [--implementation mosaic_gpu] [--sm 90]
 
-A sample of calls is compiled in a work tree of the commit and in this one, by the same JAX, for a
-GPU that is only described. Two kernels are the same whose PTX is, but for the names of registers
-and labels. One line for each kernel that differs: instructions then and now, and which opcodes the
-kernels have more or less often. No GPU is needed.
+The same JAX compiles a sample of calls in a work tree of the commit and in this one, for a
+described GPU. Two kernels are the same if their PTX differs only in the names of registers and
+labels. Each kernel that differs gets a line: instructions then and now, and which opcodes occur
+more or less often. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = ((), ("sliding_window", "logits_soft_cap", "sinks", "return_lse"))
 
 
 def calls() -> list[dict[str, Any]]:
-    """What `benchmarks.gpu.cases.Case` is made of: every size, and of two of them more."""
+    """Return the arguments of `benchmarks.gpu.cases.Case`: every size, and more for two of them."""
     found = []
     for head, kind in itertools.product(SIZES, ("decode", "mixed")):
         heads = (16, 1) if head == (576, 512) else (32, 4)
@@ -42,7 +42,7 @@ def calls() -> list[dict[str, Any]]:
 
 
 def normalized(ptx: str) -> list[str]:
-    """A kernel's instructions and labels; registers, labels and parameters have no names."""
+    """Return a kernel's instructions and labels without names of registers, labels, parameters."""
     lines = (line.split("//")[0].strip() for line in ptx.splitlines())
     code = (line for line in lines if line.endswith((";", ":")) and not line.startswith("."))
     names = {r"\$\w+": "L", r"%[a-z]+\d+": "%r", r"\w+_param_\d+": "param"}
@@ -50,7 +50,7 @@ def normalized(ptx: str) -> list[str]:
 
 
 def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
-    """The PTX of each kernel of `calls`, of the tree that this process runs in."""
+    """Return the PTX of each kernel of `calls` in the tree that this process runs in."""
     import jax
 
     import jattn
@@ -77,7 +77,7 @@ def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
 
 
 def compiled_in(tree: pathlib.Path, implementation: str, sm: int) -> dict[str, list[str]]:
-    """`compiled` of another tree, in a process of its own."""
+    """Run `compiled` in another tree, in a separate process."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     command = (sys.executable, __file__, "--dump", "--implementation", implementation)
     run = subprocess.run(
@@ -87,13 +87,13 @@ def compiled_in(tree: pathlib.Path, implementation: str, sm: int) -> dict[str, l
 
 
 def opcodes(lines: list[str]) -> collections.Counter[str]:
-    """How often each opcode stands in a kernel, whatever guards it."""
+    """Count each opcode in a kernel, whatever its predicate."""
     words = (line.removeprefix("@%r ").split() for line in lines if line.endswith(";"))
     return collections.Counter(word[0] for word in words)
 
 
 def compare(then: dict[str, list[str]], now: dict[str, list[str]]) -> list[str]:
-    """A line for each kernel that differs, and one that counts the others."""
+    """Write a line for each kernel that differs, and one that counts the others."""
     lines, same = [], 0
     for name in sorted(then.keys() | now.keys()):
         old, new = then.get(name), now.get(name)

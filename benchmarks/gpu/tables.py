@@ -1,4 +1,4 @@
-"""The tables of docs/performance-gpu.md that hold what a GPU did: rows of committed results."""
+"""Write the tables of docs/performance-gpu.md from committed results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = ("mosaic_gpu", "triton")
 PAGED = ("flashinfer-hnd", "vllm-triton", "flash-attention-4")
 CONTIGUOUS = ("torch-sdpa", "jax-cudnn")
 LAYERS = "one plan"
-# What the tables call them; docs/performance-gpu.md says what each is.
+# Names in the tables' heads; docs/performance-gpu.md says what each is.
 HEADINGS = {
     "flashinfer-hnd": "flashinfer",
     "vllm-triton": "vllm",
@@ -27,12 +27,12 @@ HEADINGS = {
 
 
 def read() -> list[dict[str, Any]]:
-    """All lines of the record."""
+    """Read all lines of the record."""
     return list(map(json.loads, H100.read_text().splitlines()))
 
 
 def by_workload(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """`{workload without its block size: {implementation: row}}`, in the order of the lines."""
+    """Return `{workload without block size: {implementation: row}}`, in the lines' order."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         if line.get("kind") == "row":
@@ -49,7 +49,7 @@ def _table(
     columns: Sequence[str],
     cell: Callable[[dict[str, Any]], str],
 ) -> str:
-    """A row for every workload that is bound by `bound`, with what `cell` says of each column."""
+    """Write a row for every workload bound by `bound`; `cell` formats each column."""
     heads = [HEADINGS.get(column, column) for column in columns]
     table = [["layer, batch", *heads, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
     for name, found in by_workload(lines).items():
@@ -61,19 +61,19 @@ def _table(
 
 
 def decode_table(lines: list[dict[str, Any]]) -> str:
-    """Microseconds of a call, and what it reads of what the GPU can read."""
+    """Write microseconds per call, and the share of the read ceiling."""
     columns = ("mosaic_gpu", LAYERS, "triton", *PAGED, *CONTIGUOUS)
     return _table(lines, "read", columns, lambda row: f"{row['median'] * 1e6:.1f}")
 
 
 def prefill_table(lines: list[dict[str, Any]]) -> str:
-    """TFLOP/s of a call, and the share of what a large product of matrices reaches."""
+    """Write TFLOP/s of a call, and the share of what a large matrix product reaches."""
     columns = (*OURS, *PAGED, *CONTIGUOUS)
     return _table(lines, "matrix", columns, lambda row: f"{row['teraflops']:.0f}")
 
 
 def ceilings(lines: list[dict[str, Any]]) -> str:
-    """The rates that the GPU reached in the same run, in words."""
+    """Write the rates that the GPU reached in the same run, as a sentence."""
     (run,) = (line for line in lines if line.get("kind") == "run")
     return textwrap.fill(
         f"{run['device']}, jax {run['jax']}, triton {run['triton']}, torch {run['torch']}: it "

@@ -1,9 +1,9 @@
 """NVIDIA GPUs to compile for on a machine that has none.
 
-A `Gpu` holds what the compiler and the occupancy rule ask of a device, from its data sheet.
-`device_for(sm)` is a compile-only `jax.Device`: functions lower and compile for it, nothing runs.
-It needs the CUDA plugin (`pip install jax-cuda13-plugin jax-cuda13-pjrt`, jax's own version), no
-driver and no GPU.
+A `Gpu` holds what the compiler and the occupancy rule must know about a device, from its data
+sheet. `device_for(sm)` is a compile-only `jax.Device`: functions lower and compile for it, nothing
+runs. It needs the CUDA plugin (`pip install jax-cuda13-plugin jax-cuda13-pjrt`, in jax's version),
+but no driver and no GPU.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ class Gpu:
     """One device.
 
     Attributes:
-      kind: its name; one that JAX knows, for JAX picks the architecture by it.
+      kind: its name, which JAX must know, because it picks the architecture by name.
       sm: compute capability, 90 for 9.0.
       cores: streaming multiprocessors.
-      core_threads, core_blocks: that may be resident on one of them.
+      core_threads, core_blocks: the most that may be resident on one of them.
       l2: bytes.
-      bandwidth: GB a second, as on the data sheet.
+      bandwidth: GB a second, from the data sheet.
       clock: GHz.
       memory: GB.
     """
@@ -47,7 +47,7 @@ class Gpu:
 
     @property
     def machine(self) -> machine.Machine:
-        """The device as kernels are chosen by it."""
+        """Return the device as the choice of kernels sees it."""
         return machine.Machine(self.sm, self.cores)
 
     @property
@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def core_shared(self) -> int:
-        """Bytes of shared memory of one multiprocessor; of each block's, 1 KiB is the system's."""
+        """Bytes of shared memory of one multiprocessor; 1 KiB per block is the system's."""
         return self.block_shared + machine.KIB
 
 
@@ -79,7 +79,7 @@ GPUS = {
 
 @functools.lru_cache
 def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
-    """`count` compile-only devices of compute capability `sm`, as in one machine.
+    """Return `count` compile-only devices of compute capability `sm`, as in one machine.
 
     Raises:
       MissingCompilerError: the CUDA plugin is not installed.
@@ -87,9 +87,9 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     if jax.config.jax_platforms is None and not DRIVER.exists():
-        jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin asks for a driver and fails
+        jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin needs a driver and fails
     gpu = GPUS[sm]
-    # Without versions of runtime and driver XLA leaves calls out of command buffers.
+    # Without versions of runtime and driver, XLA keeps calls out of command buffers.
     config = f"""
       platform_name: "CUDA"
       device_description_str: "{gpu.kind}"
@@ -127,18 +127,18 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
 
 
 def device_for(sm: int) -> jax.Device:
-    """One compile-only device of compute capability `sm`."""
+    """Return one compile-only device of compute capability `sm`."""
     return devices_for(sm)[0]
 
 
 def occupancy(gpu: Gpu, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """`(blocks that fit on one multiprocessor, what limits them)`.
+    """Return `(blocks that fit on one multiprocessor, what limits them)`.
 
     Args:
       gpu: the device.
-      threads: of a block.
-      registers: of a thread.
-      shared: bytes of a block, static and dynamic.
+      threads: threads per block.
+      registers: registers per thread.
+      shared: bytes per block, static and dynamic.
     """
     if shared > gpu.block_shared:
         return 0, "shared memory"

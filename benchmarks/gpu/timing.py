@@ -1,11 +1,11 @@
-"""Timing on the device: calls that wait for each other, on copies out of L2.
+"""Time calls on the device: each waits for the one before, on copies that are not in L2.
 
 A chain of calls, one on every copy of the keys, is one program, and on a GPU one captured graph:
-a call's output is the next one's query, so that nothing but the calls is launched. What cannot be
-chained so, because it returns something else or would be a program too large, runs in a loop.
+a call's output is the next one's query, so nothing but the calls is launched. Calls that cannot be
+chained, because they return something else or the program would be too large, run in a loop.
 
-All arrays are arguments of what is compiled. One that it closed over would become a constant of
-the program, which gigabytes cannot be.
+All arrays are arguments of the compiled function. An array that it closed over would become a
+constant of the program, which gigabytes cannot be.
 """
 
 import time
@@ -16,22 +16,22 @@ TURNS = 7
 LOOP = "host clock around a loop on the device"
 GRAPH = "host clock around graphs of a call on every copy"
 LAYERS = f"{GRAPH}, with one plan"
-# What a round should take, so that its start and its end do not count.
+# How long a round should take, so that its start and end do not matter.
 LOOP_SECONDS = 20e-3
 MOST_REPEATS = 100
 
 
 def repeats_for(seconds: float, copies: int) -> int:
-    """How often a loop goes over its copies, if a step takes `seconds` or more."""
+    """Return how often a loop goes over its copies if a step takes `seconds` or more."""
     return int(min(MOST_REPEATS, max(1, -(-LOOP_SECONDS // (seconds * copies)))))
 
 
 def time_loop(
     step: Callable[[Any, Any], Any], arrays: Any, tables: Any, turns: int = TURNS, repeats: int = 1
 ) -> list[float]:
-    """Seconds of one `step(arrays, table)`, of each of several loops over `tables`.
+    """Return the seconds of one `step(arrays, table)` in each of several loops over `tables`.
 
-    What a step returns are floats: an integer times zero would need no step.
+    A step must return floats: the compiler would drop a step whose integers are multiplied by zero.
     """
     import jax
 
@@ -40,13 +40,13 @@ def time_loop(
 
 
 def loop_of(step: Callable[[Any, Any], Any], repeats: int = 1) -> Callable[[Any, Any], Any]:
-    """`loop(arrays, tables)`, to be compiled: `repeats` times over all tables."""
+    """Make `loop(arrays, tables)`, to be compiled: `repeats` times over all tables."""
     import jax
     import jax.numpy as jnp
 
     def loop(arrays: Any, tables: Any) -> Any:
         def body(carry: Any, index: Any) -> tuple[Any, None]:
-            # Each step waits for the last: its table depends on a number that is always zero.
+            # Each step waits for the one before: its table depends on a number that is always zero.
             out = step(arrays, tables[index] + carry)
             return (out.reshape(-1)[0] * 0).astype(jnp.int32), None
 
@@ -57,12 +57,12 @@ def loop_of(step: Callable[[Any, Any], Any], repeats: int = 1) -> Callable[[Any,
 
 
 def time_steps(run: Callable[[Any, int], Any], array: Any, steps: int) -> list[float]:
-    """Seconds of one of the steps that `run(array, steps)` takes on the device."""
+    """Return the seconds of one of the steps that `run(array, steps)` takes on the device."""
     return _rounds(lambda: run(array, steps), steps, TURNS)
 
 
 def chain_of(step: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Sequence[Any]], Any]:
-    """`chain(query, arrays, copies)`, to be compiled: `step(query, arrays, copy)` on every copy.
+    """Make `chain(query, arrays, copies)`, to be compiled: `step` on every copy.
 
     A step's output has the query's shape and dtype, and is the next one's query.
     """
@@ -85,9 +85,9 @@ def time_chain(
     turns: int = TURNS,
     repeats: int = 1,
 ) -> list[float]:
-    """Seconds of one step of a compiled chain, of each of several rounds.
+    """Return the seconds of one step of a compiled chain in each of several rounds.
 
-    A round sends the chain off `repeats` times before it waits, each after the last.
+    A round launches the chain `repeats` times, one after another, before it waits.
     """
 
     def round_() -> Any:

@@ -1,4 +1,4 @@
-"""The Triton kernels' tiles without a GPU: each compiled, and what a model expects of it.
+"""Compile the Triton kernels' tiles without a GPU, and predict their speed.
 
     python -m benchmarks.gpu.triton_tiles [--sm 80 90 100]   # tables of docs/gpu-kernels.md
 
@@ -7,16 +7,16 @@ The model counts, for one multiprocessor, the cycles that the parts of a step ta
     load    = bytes of a tile of keys and values / what memory (decode) or L2 (prefill) gives
     matrix  = 2 rows keys (D + V) FLOP / the matrix units' rate, with D and V as padded
     shared  = (copied in + read by every warp that needs it) / 128
-    chain   = max(matrix, shared) + softmax + rescaling + waiting, + widening where it is 8-bit
+    chain   = max(matrix, shared) + softmax + rescaling + waiting, + widening if it is 8-bit
     trip    = (latency + load + chain) / tiles ahead
     step    = max(chain, trip, and for all programs of a multiprocessor load, matrix and shared)
 
     decode  = load of all programs / step, the share of the memory's read rate
     prefill = matrix of all at the fastest unit's rate / step, the share of the matrix units' peak
 
-A tile is asked for at the end of a step: with 3 stages for the very next one, which begins by
-waiting for it, with 5 and 7 for the second and third. The numbers are data sheets' and guesses that
-say so; none was measured.
+A tile is requested at the end of a step: with 3 stages for the very next step, which begins by
+waiting for it, with 5 and 7 for the second and third. The numbers are the data sheets', and guesses
+marked as such; none was measured.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
 
 SHARED_BYTES = 128  # a cycle, of one multiprocessor
-# bfloat16 FLOP a cycle of one multiprocessor: of `mma.sync`, and of the unit that tiles of 64 rows
-# use. A100's data sheet; for Hopper what others measured, 62 % and all; B200's data sheet, and a
-# guess for its `mma.sync`.
+# bfloat16 FLOP a cycle of one multiprocessor: with `mma.sync`, and with the unit that tiles of 64
+# rows use. From A100's data sheet; for Hopper what others measured, 62 % and all; from B200's data
+# sheet, with a guess for its `mma.sync`.
 MATRIX = {80: (2048, 2048), 90: (2540, 4096), 100: (2540, 8192)}
-# Guesses, in cycles: from a load's issue to its data; a barrier or a wait for products; a logit
-# through mask, exponential and sums, a number of an accumulator rescaled, and one of 8 bits
-# widened, for each of a multiprocessor's 128 cores.
+# Guesses, in cycles: from a load's issue to its data; a barrier or a wait for products; and on each
+# of a multiprocessor's 128 cores, a logit through mask, exponential and sums, rescaling a number of
+# an accumulator, and widening a number of 8 bits.
 LATENCY, WAIT, LOGIT, RESCALE, WIDEN = 1200, 80, 14, 1, 2
 L2_BYTES = 21  # a cycle of one multiprocessor: a guess, 5.5 TB/s on an H200
 
@@ -54,7 +54,7 @@ class Prediction:
     """The model's prediction for one kernel.
 
     Attributes:
-      share: of the memory's read rate (decode) or of the matrix units' peak (prefill).
+      share: the share of the memory's read rate (decode) or the matrix units' peak (prefill).
       bound: the part that takes longest.
       in_flight: bytes of keys and values that one multiprocessor waits for at a time.
     """
@@ -65,7 +65,7 @@ class Prediction:
 
 
 def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -> Prediction:
-    """The model of one kernel, "decode" or "prefill", on a full multiprocessor."""
+    """Predict the speed of one kernel, "decode" or "prefill", on a full multiprocessor."""
     rows, keys = tiles.rows, tiles.keys
     d, v = (sum(triton_tiles.parts(size)) for size in (call.head_dim, call.value_dim))
     key, value = call.key_format, call.value_format
@@ -78,7 +78,7 @@ def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -
     flops, wide = 2 * rows * keys * (d + v), rows >= 64 and gpu.sm >= 90
     matrix, reads = flops / (large if wide else small), _reads(tiles, d, v, gpu.sm)
     if wide and gpu.sm < 100 and tiles.warps > rows // 16:
-        matrix += 2 * rows * keys * d / large  # both groups of four warps make the same logits
+        matrix += 2 * rows * keys * d / large  # both groups of four warps compute the same logits
     shared = (loaded + reads) / SHARED_BYTES
     cores = min(128, 32 * tiles.warps)
     chain = max(matrix, shared) + rows * (keys * LOGIT + v * RESCALE) / cores + 4 * WAIT
@@ -98,7 +98,7 @@ def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -
 
 
 def _reads(tiles: Tiles, d: int, v: int, sm: int) -> int:
-    """Bytes of shared memory that the products of a step read, by how Triton deals them out."""
+    """Count the bytes of shared memory that a step's products read, by Triton's layouts."""
     rows, keys = tiles.rows, tiles.keys
     if rows < 64 or sm < 90:  # mma.sync: a warp has 16 rows or more, the others have columns
         along = min(tiles.warps, rows // 16)
@@ -108,18 +108,18 @@ def _reads(tiles: Tiles, d: int, v: int, sm: int) -> int:
     groups = tiles.warps // 4
     if rows >= 64 * groups:  # wgmma, probabilities in registers
         return 2 * (rows * d + rows // 64 * keys * (d + v))
-    # Fewer rows than groups have room for: each makes all logits, half the keys at a time.
+    # Fewer rows than groups have room for: each computes all logits, half the keys at a time.
     return 2 * (groups * (2 * rows + keys) * d + keys * v)
 
 
 def rule(call: calls.Call, gpu: gpu_targets.Gpu) -> dict[str, Tiles]:
-    """The tiles of a call's kernels, as the rule picks them."""
+    """Return the tiles that the rule picks for a call's kernels."""
     found = triton_launch.launches(call, gpu.machine)
     return {launch.kernel: launch.tiles for launch in found if launch.kernel != "merge_splits"}
 
 
 def chosen(sm: int) -> Iterator[Case]:
-    """Calls of one query token a sequence and mixed ones, of every head size and format."""
+    """Yield calls of one query token per sequence, and mixed ones, for every size and format."""
     for format in FORMATS[sm]:
         for head in HEADS:
             for kind in ("decode", "mixed"):
@@ -127,7 +127,7 @@ def chosen(sm: int) -> Iterator[Case]:
 
 
 def said(case: Case, gpu: gpu_targets.Gpu) -> list[str]:
-    """The figures of rule and model for a case: the cells of a row that no compiler fills."""
+    """Return the cells of a row that come from rule and model, not from the compiler."""
     kernel = "decode" if case.kind == "decode" else "prefill"
     call = case.call()
     tiles = rule(call, gpu)[kernel]
@@ -141,7 +141,7 @@ def said(case: Case, gpu: gpu_targets.Gpu) -> list[str]:
 
 
 def table(sm: int) -> Iterator[str]:
-    """The lines of one GPU's table; compiles every kernel."""
+    """Compile every kernel, and yield the lines of one GPU's table."""
     from benchmarks.gpu import report as gpu_report
 
     titles = ("kernel", "D / V", "cache", "rows x keys", "warps", "stages", "registers", "spills")

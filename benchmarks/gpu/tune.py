@@ -1,11 +1,11 @@
-"""Other tiles for the Triton kernels than those the rule picks: `benchmarks.gpu --part tune`.
+"""Try other tiles for the Triton kernels than the rule's: `benchmarks.gpu --part tune`.
 
-A workload's **tuned kernel** is the one that has most of its work, decode or prefill. Its
+A workload's **tuned kernel** is the one that does most of its work, decode or prefill. Its
 candidates are the tiles around those of `jattn.pallas.triton.tiles`, the nearest first: half and
-twice the rows and keys, 4 and 8 warps, a buffer of keys more and less, a program more and
-fewer on a multiprocessor. Each is one more implementation to the benchmark, `triton[128x64 8w 3s
-1c]`, checked before it is timed. What wins belongs into the rule, if the tests that hold the rule
-to no spills agree.
+twice the rows and keys, 4 and 8 warps, one buffer of keys more and fewer, one program more and
+fewer on a multiprocessor. To the benchmark each is another implementation, `triton[128x64 8w 3s
+1c]`, checked before it is timed. Put the winners into the rule, if the tests that allow it no
+spills pass.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from jattn.pallas import machine
 from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
 
-# Stages that differ: Triton counts the load of block ids too, and with 3, 5 and 7 asks for keys and
-# values one, two and three steps ahead.
+# Stages that make a difference: Triton also counts the load of block ids, and with 3, 5 and 7
+# requests keys and values one, two and three steps ahead.
 STAGES = (3, 5, 7, 9)
-# 32-bit numbers of the accumulator that a thread may keep, of its 255.
+# How many 32-bit numbers of the accumulator a thread may keep, of its 255 registers.
 ACCUMULATOR = 160
 SHOWN = 5
 PATTERN = re.compile(r"triton\[(\d+)x(\d+) (\d)w (\d+)s (\d+)c\]")
 
 
 def name_of(tiles: Tiles) -> str:
-    """Like `triton[128x64 8w 3s 1c]`: rows, keys, warps, stages, programs that fit."""
+    """Return a name like `triton[128x64 8w 3s 1c]`: rows, keys, warps, stages, fitting programs."""
     sizes = f"{tiles.rows}x{tiles.keys} {tiles.warps}w {tiles.stages}s {tiles.per_core}c"
     return f"triton[{sizes}]"
 
 
 def is_candidate(name: str) -> bool:
-    """Whether an implementation's name says tiles."""
+    """Whether an implementation's name includes tiles."""
     return PATTERN.fullmatch(name) is not None
 
 
 def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tiles]:
-    """The rule's tiles and those around them that could fit, the nearest first."""
+    """Return the rule's tiles and those around them that could fit, the nearest first."""
     rule = getattr(triton_tiles, f"{kernel}_tiles")(call, gpu)
 
     def around(size: int, most: int) -> list[int]:
@@ -59,7 +59,7 @@ def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tile
         at = min(range(len(of)), key=lambda i: abs(of[i] - size))
         return [size, *(n for n in of[max(at - 1, 0) : at + 2] if n != size)]
 
-    # Programs per multiprocessor say how many decode launches; prefill's follow the batch.
+    # Decode launches as many programs as fit on the multiprocessors; prefill's follow the batch.
     programs = near(rule.per_core, (1, 2, 3, 4)) if kernel == "decode" else [rule.per_core]
     found = [
         Tiles(*sizes)
@@ -84,28 +84,28 @@ def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tile
 
 
 def call_of(w: Workload) -> calls.Call:
-    """A workload's call, as dispatch sees it."""
+    """Return a workload's call as dispatch sees it."""
     data = gpu_data.described(w)
     return gpu_cases.described(gpu_data.arguments(w, data, data.tables))
 
 
 def tuned_kernel(call: calls.Call, gpu: machine.Machine) -> str:
-    """The kernel that has most of a call's work: prefill, if it is launched."""
+    """Return the kernel that does most of a call's work: prefill, if it is launched."""
     return "decode" if call.max_query_len <= triton_tiles.decode_limit(call, gpu) else "prefill"
 
 
 def names(w: Workload, gpu: machine.Machine) -> list[str]:
-    """All candidates of a workload by name, the rule's own first."""
+    """Return the names of a workload's candidates, the rule's own first."""
     call = call_of(w)
     return [name_of(tiles) for tiles in candidates(call, tuned_kernel(call, gpu), gpu)]
 
 
 @contextlib.contextmanager
 def chosen(name: str, w: Workload, gpu: machine.Machine | None) -> Iterator[str]:
-    """Inside it, calls of a workload get the tiles that `name` says, and no other calls are made.
+    """Give calls of a workload the tiles in `name`; no other calls may be made meanwhile.
 
     Yields:
-      The implementation's name without tiles; one that has none changes nothing.
+      The implementation's name without tiles; a name that has none changes nothing.
     """
     found = PATTERN.fullmatch(name)
     if found is None:
@@ -121,17 +121,17 @@ def chosen(name: str, w: Workload, gpu: machine.Machine | None) -> Iterator[str]
         mock.patch.object(triton_tiles, f"{kernel}_tiles", return_value=tiles),
         mock.patch.object(triton_tiles, "decode_limit", return_value=limit),
     ):
-        jax.clear_caches()  # what is compiled does not know that tiles have changed
+        jax.clear_caches()  # JAX's cache does not know that tiles have changed
         yield "triton"
     jax.clear_caches()
 
 
 class Tuned:
-    """The rows of one workload, of earlier runs and this one.
+    """The rows of one workload from earlier runs and this one.
 
     Args:
       w: the workload.
-      folder: with the lines of earlier runs.
+      folder: the folder with the lines of earlier runs.
     """
 
     def __init__(self, w: Workload, folder: str | None):
@@ -142,14 +142,14 @@ class Tuned:
         ]
 
     def seen(self, found: Iterable[tuple[str, Row | str]]) -> Iterator[tuple[str, Row | str]]:
-        """Pass on what is found, and keep it."""
+        """Keep the results and pass them on."""
         for name, row in found:
             if isinstance(row, Row):
                 self._rows.append(row)
             yield name, row
 
     def best(self, rule: str) -> list[str]:
-        """Lines of the rule's own tiles and of the fastest, with their speed over the rule's."""
+        """Return lines for the rule's tiles and the fastest, with their speed over the rule's."""
         rows = [row for row in self._rows if is_candidate(row.implementation)]
         of_rule = [row for row in rows if row.implementation == rule]
         rows = sorted((row for row in rows if row not in of_rule), key=lambda row: row.median)

@@ -1,7 +1,7 @@
-"""The GPU suite: layers of real models times batches, as frozen workloads, and their floors.
+"""The GPU suite: layers of real models with batches, as frozen workloads, and their least times.
 
 A batch is written `<n>q<queries>s<keys>`, several joined by `_`: `2q4s8k_q512` is two sequences
-with 4 query tokens and 8,192 keys and one that prefills 512. Arithmetic only; nothing here runs.
+with 4 query tokens and 8,192 keys and one that prefills 512. This is only arithmetic; nothing runs.
 """
 
 import re
@@ -38,10 +38,10 @@ BATCHES = {
 
 
 def parse_batch(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`(query_lens, seq_lens)` of a batch.
+    """Parse a batch into `(query_lens, seq_lens)`.
 
     Raises:
-      ValueError: a part that is not `<n>q<queries>s<keys>`.
+      ValueError: a part is not `<n>q<queries>s<keys>`.
     """
     query_lens, seq_lens = [], []
     for part in text.split("_"):
@@ -57,7 +57,7 @@ def parse_batch(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def workload(layer: str, batch: str, block_size: int = 16) -> Workload:
-    """One workload of the suite, in bfloat16."""
+    """Make one workload of the suite, in bfloat16."""
     num_heads, num_kv_heads, head_dim, window = LAYERS[layer]
     query_lens, seq_lens = parse_batch(batch)
     return Workload(
@@ -76,7 +76,7 @@ def workload(layer: str, batch: str, block_size: int = 16) -> Workload:
 
 
 def suite(block_size: int = 16) -> tuple[Workload, ...]:
-    """All workloads."""
+    """Return all workloads."""
     return tuple(
         workload(layer, batch, block_size)
         for layer, batches in BATCHES.items()
@@ -85,12 +85,12 @@ def suite(block_size: int = 16) -> tuple[Workload, ...]:
 
 
 def moved_bytes(w: Workload) -> int:
-    """Bytes that must be read and written once: visible keys and values, queries and outputs."""
+    """Count the bytes to read and write once: visible keys and values, queries and outputs."""
     rows = w.num_tokens * w.num_heads * (w.head_dim + w.value_dim)
     return kv_bytes(w) + 2 * rows
 
 
 def floor(w: Workload, read_rate: float, matrix_rate: float) -> tuple[float, str]:
-    """`(seconds, "read" or "matrix")`: no kernel is faster at these bytes and FLOPs a second."""
+    """Return `(seconds, "read" or "matrix")`: at these rates no kernel is faster."""
     read, matrix = moved_bytes(w) / read_rate, flops(w) / matrix_rate
     return (read, "read") if read > matrix else (matrix, "matrix")

@@ -2,23 +2,23 @@
 
     python -m benchmarks.serving [--peer-python PYTHON]
 
-Requests of one size arrive as a Poisson process at several rates, given as shares of what the
-engine manages when all are there at once. Every rate is run with and without the prefix cache, on
-prompts that share a prefix. Before a figure is printed, each run's tokens are compared with those
-of the same requests served one at a time.
+Requests of one size arrive as a Poisson process at several rates, given as shares of the rate that
+the engine manages when all requests are there at once. Every rate is run with and without the
+prefix cache, on prompts that share a prefix. Before a figure is printed, each run's tokens are
+compared with those of the same requests served one at a time.
 
 With `--peer-python`, a Python that has torch and transformers, transformers serves the same prompts
-in a process of its own, in turn with the engine: one after another, as one padded batch, and by its
-continuous batching if no layer has a window. In float32 its tokens must be the engine's.
+in a separate process, in turn with the engine: one after another, as one padded batch, and by its
+continuous batching if no layer has a window. In float32 its tokens must equal the engine's.
 
     python -m benchmarks.serving --peer-python PYTHON --geometry qwen3-0.6b-8-layers
 
-makes a temporary checkpoint of random weights with a real model's layers and only compares:
-prompts and outputs of different lengths that share nothing.
+makes a temporary checkpoint of random weights with a real model's layers and only compares with
+transformers, on prompts and outputs of different lengths that share nothing.
 
     python -m benchmarks.serving --list
 
-names the other benchmarks of serving: over HTTP, with drafts, with a mesh...
+lists the other benchmarks of serving: over HTTP, with speculative decoding, with a mesh...
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Load:
     """The requests of a run."""
 
     num_requests: int = 64
-    concurrent: int = 16  # sequences in a step, and requests given to the peer at once
+    concurrent: int = 16  # sequences in a step, and concurrent requests to the peer
     shared: int = 96  # tokens that all prompts begin with
     own: tuple[int, int] = (8, 64)  # further tokens, from and to
     new: int | tuple[int, int] = 48  # tokens to generate, or from and to
     seed: int = 0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """The prompts, random tokens."""
+        """Return the prompts, random tokens."""
         rng = np.random.default_rng(self.seed)
         shared = rng.integers(vocab_size, size=self.shared)
         lengths = rng.integers(*self.own, size=self.num_requests, endpoint=True)
@@ -74,19 +74,19 @@ class Load:
 
     @property
     def outputs(self) -> list[int]:
-        """How many tokens each request asks for."""
+        """Return how many tokens each request asks for."""
         least, most = (self.new, self.new) if isinstance(self.new, int) else self.new
         rng = np.random.default_rng(self.seed + 2)
         return rng.integers(least, most, size=self.num_requests, endpoint=True).tolist()
 
     def arrivals(self, rate: float) -> np.ndarray:
-        """Seconds at which requests arrive: gaps are exponential, `rate` per second."""
+        """Return the seconds at which requests arrive, with exponential gaps, `rate` per second."""
         rng = np.random.default_rng(self.seed + 1)
         return np.cumsum(rng.exponential(1 / rate, size=self.num_requests))
 
 
 def build(load: Load, directory: Path, token_budget: int, dtype: str = "float32") -> Engine:
-    """The engine under test, with products as the server has them."""
+    """Build the engine under test, with the server's matrix products."""
     if jax.default_backend() == "cpu" and (reason := native.load()):
         print(f"XLA computes the products with weights: {reason}")
     model = load_model(directory, dtype, join=True)
@@ -100,7 +100,7 @@ def run(
 ) -> list[Sequence]:
     """Serve prompts, each from the second it arrives at; None: all are there at once.
 
-    `new` tokens after each prompt, or of each its own number.
+    `new` is how many tokens to generate, for all prompts or for each.
     """
     new = itertools.repeat(new) if isinstance(new, int) else new
     requests = [Request(tuple(prompt), count) for prompt, count in zip(prompts, new, strict=False)]
@@ -111,7 +111,7 @@ def run(
         now = time.perf_counter() - start
         while len(sequences) < len(requests) and arrivals[len(sequences)] <= now:
             sequence = engine.add(requests[len(sequences)])
-            sequence.arrived = start + arrivals[len(sequences)]  # waiting for a step counts
+            sequence.arrived = start + arrivals[len(sequences)]  # the wait for a step counts
             sequences.append(sequence)
         if engine.has_work:
             engine.step()
@@ -122,7 +122,7 @@ def run(
 
 
 def measure(engine: Engine, sequences: list[Sequence]) -> dict[str, float]:
-    """The figures of a run."""
+    """Return the figures of a run."""
     done = engine.statistics
     times = [(s.arrived, s.first_token, s.finished, len(s.chosen)) for s in sequences]
     return {
@@ -139,7 +139,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     asked = "at once" if row["share"] is None else f"{row['share']:.0%}"
     return (
         f"{asked:>9} {'yes' if row['prefix_caching'] else 'no':>12} {row['requests_per_s']:>7.1f} "
@@ -150,12 +150,12 @@ def line(row: dict) -> str:
 
 
 def compare(engine: Engine, peer: serving_peer.Peer, load: Load, turns: int) -> dict:
-    """As many requests as run at once, for both contenders."""
+    """Compare both contenders on as many requests as run at once."""
     prompts = load.prompts(engine.model.vocab_size)[: load.concurrent]
     new = load.outputs[: load.concurrent]
 
     def serve() -> list[list[int]]:
-        engine.reset(prefix_caching=False)  # the peer has none
+        engine.reset(prefix_caching=False)  # the peer has no prefix cache
         return [sequence.chosen for sequence in run(engine, prompts, new)]
 
     is_paged = all(cache.window is None for cache in engine.model.layers.values())
@@ -169,7 +169,7 @@ def compare(engine: Engine, peer: serving_peer.Peer, load: Load, turns: int) -> 
 def serve_rates(
     engine: Engine, load: Load, rates: Iterable[float], neighbours: Neighbours
 ) -> list[dict]:
-    """The table: at once, and at rates that are shares of what that managed."""
+    """Write the table: all requests at once, then rates that are shares of that throughput."""
     prompts = load.prompts(engine.model.vocab_size)
     engine.reset(prefix_caching=False)
     alone = [
@@ -187,7 +187,7 @@ def serve_rates(
             wrong = sum(s.chosen != tokens for s, tokens in zip(sequences, alone, strict=True))
             if wrong:
                 raise SystemExit(
-                    f"{wrong} requests got other tokens than when served alone: no figures"
+                    f"no figures: {wrong} requests got other tokens than when served alone"
                 )
             row = {"kind": "row", "share": share, "prefix_caching": caching}
             row |= {**measure(engine, sequences), "neighbours": busy}
@@ -198,7 +198,7 @@ def serve_rates(
 
 
 def commands() -> dict[str, str]:
-    """Every benchmark of serving: its command, and the first line of what its file says."""
+    """Return every benchmark of serving: its command, and the first line of its docstring."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -234,13 +234,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--turns", type=positive, default=5, help="with the peer (%(default)s)")
     add_json(parser)
-    parser.add_argument("--list", action="store_true", help="the benchmarks of serving there are")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks of serving")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(f"{command}\n    {words}" for command, words in commands().items()))
         return
     if options.geometry and not options.peer_python:
-        parser.error("--geometry: the checkpoint is made by transformers: give --peer-python")
+        parser.error("--geometry needs --peer-python, because transformers makes the checkpoint")
 
     peer = serving_peer.Peer(options.peer_python) if options.peer_python else None
     load = Load(num_requests=options.requests, concurrent=options.concurrent)

@@ -1,8 +1,8 @@
-"""A client that puts load on a server with OpenAI's API, and notes when every token came.
+"""Put load on a server with OpenAI's API, and record when every token arrived.
 
 Prompts are lists of tokens. The text of token 17 is " t17" (`write_words`), so that the tokens of
-an answer can be read from its text, whoever serves it. One thread per request, standard library
-only: the client shares the cores with the server.
+an output can be read from its text, whichever server made it. The client has one thread per request
+and uses only the standard library, because it shares the cores with the server.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def write_words(directory: Path, vocab_size: int) -> None:
 
 
 def tokens_of(text: str) -> list[int]:
-    """The tokens of a text of such words."""
+    """Return the tokens of a text of such words."""
     return [int(word.removeprefix("t")) for word in text.split()]
 
 
 class RefusedError(Exception):
-    """A server answered with an error, or not with what was asked for."""
+    """A server returned an error, or not what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class Answer:
     """The outcome of one request. Seconds are of `time.perf_counter`."""
 
     tokens: tuple[int, ...]
-    asked: float  # when it was due: waiting to be sent counts
-    first: float  # when its first token came
+    asked: float  # when it was due: the wait to be sent counts
+    first: float  # when its first token arrived
     last: float
 
 
 class Client:
-    """Asks one server."""
+    """A client of one server."""
 
     def __init__(self, url: str, patience: float = 600.0):
-        """Remember where a server is.
+        """Store where the server is.
 
         Args:
           url: without a path, such as http://localhost:8000.
-          patience: seconds to wait for anything that it sends.
+          patience: seconds to wait for anything the server sends.
         """
         self._address, self._patience = urlsplit(url).netloc, patience
         self._model: str | None = None
@@ -82,10 +82,10 @@ class Client:
     def send(
         self, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request, to be read before the context ends.
+        """Send a request and yield the response, to be read before the context ends.
 
         Raises:
-          RefusedError: its status is not 200.
+          RefusedError: the status is not 200.
           OSError: there is no server.
         """
         connection = http.client.HTTPConnection(self._address, timeout=self._patience)
@@ -102,17 +102,17 @@ class Client:
 
     @property
     def model(self) -> str:
-        """The name of the one model there is."""
+        """Return the name of the server's only model."""
         if self._model is None:
             with self.send("/v1/models") as answer:
                 self._model = json.load(answer)["data"][0]["id"]
         return self._model
 
     def metric(self, name: str) -> float:
-        """A metric of the server's, without labels.
+        """Return a metric of the server, without labels.
 
         Raises:
-          RefusedError: it has none of that name.
+          RefusedError: the server has no metric of that name.
         """
         with self.send("/metrics") as answer:
             for line in answer.read().decode().splitlines():
@@ -125,10 +125,10 @@ class Client:
         return {**asked, "temperature": 0, **more}
 
     def ask(self, prompt: Sequence[int], count: int, due: float | None = None) -> Answer:
-        """Have a prompt continued by `count` tokens, greedily, as a stream.
+        """Request `count` tokens after a prompt, greedily, as a stream.
 
         Raises:
-          RefusedError: the answer is an error, or has another number of tokens.
+          RefusedError: the response is an error, or has another number of tokens.
         """
         due = time.perf_counter() if due is None else due
         parts, times = [], []
@@ -145,12 +145,12 @@ class Client:
         tokens = tokens_of("".join(parts))
         if len(tokens) != count:
             raise RefusedError(
-                f"{self._address}: {len(tokens)} tokens came, but {count} were asked for"
+                f"{self._address}: {count} tokens were requested, but {len(tokens)} arrived"
             )
         return Answer(tuple(tokens), due, times[0], times[-1])
 
     def next_tokens(self, prompt: Sequence[int], most: int = 20) -> dict[int, float]:
-        """The likeliest tokens after a prompt, with their log-probabilities."""
+        """Return the likeliest tokens after a prompt, with their logprobs."""
         body = self._completion(prompt, 1, logprobs=most)
         with self.send("/v1/completions", body) as answer:
             (found,) = json.load(answer)["choices"][0]["logprobs"]["top_logprobs"]
@@ -165,13 +165,13 @@ def drive(
     concurrent: int | None = None,
     arrivals: np.ndarray | None = None,
 ) -> list[Answer]:
-    """Have prompts continued; the answers, in their order.
+    """Send prompts, and return the answers in order.
 
     Args:
       client: of the server.
-      prompts, new: what is asked for, and how many tokens after each.
-      concurrent: how many are asked for at once, the next one when one is finished; None: all.
-      arrivals: seconds from now at which each is asked for; None: at once.
+      prompts, new: the prompts, and how many tokens to generate after each.
+      concurrent: how many requests run at once, the next starting when one finishes; None: all.
+      arrivals: seconds from now at which each request is sent; None: at once.
     """
     start = time.perf_counter()
 
@@ -187,5 +187,5 @@ def drive(
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Throughput and latencies of a run."""
+    """Return the throughput and latencies of a run."""
     return records.rates((a.asked, a.first, a.last, len(a.tokens)) for a in answers)

@@ -1,12 +1,12 @@
-"""Products of mixtures of experts: C++, `grouped_dot` and `jax.lax.ragged_dot`, on this CPU.
+"""Time products of mixtures of experts: C++, `grouped_dot` and `jax.lax.ragged_dot`, on this CPU.
 
     python -m benchmarks.serving.experts [--dtype DTYPE ...] [--tokens N ...] [--json FILE]
 
-Gate and up of one layer at the sizes of published models: every token's rows, sorted by expert,
-with matrices of random numbers, [out, in] for the C++ of `examples/native` and [in, out] for the
-others. In all results the rows of one expert are compared with float64. Calls take turns; figures
-are medians in milliseconds. `of read` is the share of the rate at which plain NumPy reads memory in
-the same run, for the matrices of experts that have rows.
+The gate and up projections of one layer at the sizes of published models multiply every token's
+rows, sorted by expert, by random matrices, [out, in] for the C++ of `examples/native` and [in, out]
+for the others. In each result the rows of one expert are compared with float64. Calls take turns;
+figures are medians in milliseconds. `of read` is the rate of reading the matrices of experts that
+have rows, as a share of the rate at which plain NumPy reads memory in the same run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A layer's experts, whose gates and ups are one matrix [columns, outputs]."""
+    """A layer's experts; gate and up of each are one matrix [columns, outputs]."""
 
     experts: int
     per_token: int
@@ -47,14 +47,14 @@ MIXTURES = {
 
 
 def by_jax(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """JAX's own."""
+    """Multiply with JAX's `ragged_dot`."""
     return jax.lax.ragged_dot(
         rows, weights, sizes, precision="highest", preferred_element_type=jnp.float32
     )
 
 
 def by_native(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """In C++, with weights [E, out, in]."""
+    """Multiply in C++, with weights [E, out, in]."""
     return native.grouped_product(rows, weights, sizes, jnp.dtype("float32"))
 
 
@@ -64,7 +64,7 @@ WAYS = {"native": by_native, "grouped": grouped_dot, "ragged": by_jax}
 def measure(
     name: str, mixture: Mixture, dtype: str, tokens: int, turns: int, read_rate: float
 ) -> dict:
-    """A record of one mixture and number of tokens."""
+    """Measure one mixture and number of tokens."""
     rng = np.random.default_rng(tokens)
     num_rows = tokens * mixture.per_token
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)  # noqa: E731
@@ -88,7 +88,7 @@ def measure(
 
 
 def check(what: str, found: jax.Array, rows: jax.Array, weights: jax.Array, sizes: jax.Array):
-    """Stop if the rows of the last expert that has some are off from float64."""
+    """Stop if the rows of the last expert that has any are off from float64."""
     last = int(np.flatnonzero(sizes)[-1])
     some = slice(len(rows) - int(sizes[last]), len(rows))
     exact = np.float64(rows[some]) @ np.float64(weights[last])
@@ -98,7 +98,7 @@ def check(what: str, found: jax.Array, rows: jax.Array, weights: jax.Array, size
 
 
 def page_table(rows: Sequence[dict]) -> str:
-    """The table of docs/performance-serving.md."""
+    """Write the table of docs/performance-serving.md."""
     head = (
         *("experts of", "dtype", "tokens", "`ragged_dot`, ms", "`grouped_dot`, ms", "of read"),
         *("C++, ms", "of read"),
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
     if reason := native.load():
-        raise SystemExit(f"no products in C++: {reason}")
+        raise SystemExit(f"C++ products are not available: {reason}")
     read_rate = ceilings.read_rate()
     records.append(options.json, records.of_run("experts", read=read_rate))
     rows = []

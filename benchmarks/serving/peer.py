@@ -1,4 +1,4 @@
-"""Compare the engine with transformers: its process, checkpoints of real sizes, figures."""
+"""Compare the engine with transformers: the peer's process, checkpoint sizes and figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.timing import num_cores
 from benchmarks.worker import Worker
 
-# The choices of `--geometry`: configs of transformers. Layers are a real model's; with fewer of
-# them and a smaller vocabulary, a run takes a minute on two cores.
+# The choices of `--geometry`: transformers configs with a real model's layers. With fewer layers
+# and a smaller vocabulary, a run takes a minute on two cores.
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
@@ -41,13 +41,13 @@ WAYS = {
 
 
 class Peer(Worker):
-    """transformers in a process of its own."""
+    """transformers in a separate process."""
 
     def __init__(self, python: str):
         super().__init__(python, "benchmarks.serving.generate")
 
     def versions(self) -> dict:
-        """Of the worker's packages."""
+        """Return the versions of the worker's packages."""
         return self.ask("versions")
 
     def make(self, geometry: str, directory: Path) -> None:
@@ -55,11 +55,11 @@ class Peer(Worker):
         self.ask("make", directory=str(directory), config=GEOMETRIES[geometry])
 
     def load(self, directory: Path, dtype: str) -> dict:
-        """Load a checkpoint; the worker's versions."""
+        """Load a checkpoint, and return the worker's versions."""
         return self.ask("load", directory=str(directory), threads=num_cores(), dtype=dtype)
 
     def serve(self, way: str, prompts: list[list[int]], new: list[int]) -> dict:
-        """Continue prompts; "tokens", "seconds" and "cpu"."""
+        """Generate after each prompt; return "tokens", "seconds" and "cpu"."""
         return self.ask("serve", way=way, prompts=prompts, new=new)
 
 
@@ -73,20 +73,20 @@ def compare(
     *,
     exact: bool,
 ) -> dict:
-    """Serve the same prompts, all there at once, in turn; medians of the turns.
+    """Serve the same prompts, all there at once, in turn, and return medians of the turns.
 
-    CPU seconds are reported too: they say more where other processes use the cores.
+    CPU seconds are reported too, because they say more if other processes use the cores.
 
     Args:
-      serve: runs ours and returns each request's tokens.
-      peer: has loaded the same checkpoint.
-      prompts, new: what is asked for, and how many tokens after each.
-      ways: of `WAYS`.
-      turns: how often, after one turn of ours and two tokens of each way to warm up.
-      exact: the tokens of "single" must be ours; otherwise their share is only reported.
+      serve: runs our engine and returns each request's tokens.
+      peer: the peer, which has loaded the same checkpoint.
+      prompts, new: the prompts, and how many tokens to generate after each.
+      ways: names from `WAYS`.
+      turns: how many, after one turn of ours and two tokens of each way to warm up.
+      exact: whether the tokens of "single" must equal ours; otherwise the share is only reported.
 
     Raises:
-      SystemExit: they are not.
+      SystemExit: with `exact`, the tokens differ.
     """
     prompts, new = list(prompts), [int(n) for n in new]
     seconds, cpu = ({name: [] for name in ("ours", *ways)} for _ in range(2))
@@ -103,7 +103,7 @@ def compare(
             took[way] = answer["seconds"], answer["cpu"]
             same[way] = float(np.mean(np.concatenate(answer["tokens"]) == np.concatenate(ours)))
             if exact and way == "single" and same[way] < 1:
-                raise SystemExit(f"only {same[way]:.1%} of the peer's tokens are ours: no figures")
+                raise SystemExit(f"{same[way]:.1%} of the peer's tokens equal ours: no figures")
         for name, (by_clock, of_cores) in took.items():
             seconds[name].append(by_clock)
             cpu[name].append(of_cores)
@@ -124,7 +124,7 @@ def compare(
 
 
 def summary(result: dict, host_share: float) -> str:
-    """The result of `compare` in words: a line for each way."""
+    """Write the result of `compare`: a line for each way."""
     lines = [
         f"{result['concurrent']} requests at once, {result['prompt_tokens']} tokens of prompts and "
         f"{result['new_tokens']} new ones: {result['ours_tokens_per_s']:.0f} tokens/s "

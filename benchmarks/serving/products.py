@@ -1,9 +1,9 @@
-"""Products with weights: C++ (`examples/native`) and XLA, over 8 layers of Qwen3-0.6B.
+"""Time products with weights in C++ (`examples/native`) and XLA, for 8 layers of Qwen3-0.6B.
 
     python -m benchmarks.serving.products
 
 A call computes every layer's products. Results are compared with float64. Calls take turns; figures
-are medians in milliseconds, XLA's before those of C++.
+are medians in milliseconds, XLA's first, then the C++ ones.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WAYS = {"xla": layers.product_by_xla, "native": native.product}
 
 
 def every(product: Callable, inputs: dict, weights: Sequence, after=lambda x, _: x):
-    """The product of each weight [O, I] with the tokens [T, I] of as many columns, in order."""
+    """Multiply each weight [O, I] by the tokens [T, I] with as many columns, in order."""
     found = []
     for weight in weights:
         x = inputs[weight.shape[1]]
@@ -40,12 +40,12 @@ def every(product: Callable, inputs: dict, weights: Sequence, after=lambda x, _:
 
 
 def in_order(inputs: dict, result: jax.Array) -> dict:
-    """The same inputs, for what is computed after a result: as in a model, one at a time."""
+    """Return the inputs, but dependent on a result, so that products run in order as in a model."""
     return jax.lax.optimization_barrier((inputs, result))[0]
 
 
 def measure(dtype: str, token_counts: Sequence[int], turns: int) -> list[dict]:
-    """A record for each number of tokens and each way."""
+    """Measure each number of tokens in each way, and return the records."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)  # noqa: E731
     tokens_of = {columns: draw(max(token_counts), columns) for _, columns in SHAPES}
@@ -71,7 +71,7 @@ def measure(dtype: str, token_counts: Sequence[int], turns: int) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each dtype, and pairs of medians for each number of tokens."""
+    """Write a line for each dtype, with a pair of medians for each number of tokens."""
     lines = {"tokens": ""}
     for row in rows:
         text = f"{'   ' if row['way'] == 'xla' else ' '}{row['ms']:5.3g}"
@@ -81,7 +81,7 @@ def table(rows: list[dict]) -> str:
 
 
 def page_table(machines: Mapping[str, Sequence[dict]]) -> str:
-    """The table of docs/performance-serving.md: XLA's time over C++'s, by machine and dtype."""
+    """Write the table of docs/performance-serving.md: XLA's time over C++'s, by machine, dtype."""
     lines: list[Sequence[str]] = []
     for machine, rows in machines.items():
         ms = {(row["dtype"], row["tokens"], row["way"]): row["ms"] for row in rows}
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
     if reason := native.load():
-        raise SystemExit(f"no products in C++: {reason}")
+        raise SystemExit(f"C++ products are not available: {reason}")
     records.append(options.json, records.of_run("qwen3-0.6b", layers=NUM_LAYERS))
     rows = []
     for dtype in options.dtype:

@@ -1,4 +1,4 @@
-"""The output of the benchmarks of serving: a run's record, its rates, and lines of JSON."""
+"""Record a serving benchmark's run and rates, and append lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from benchmarks.machine import run_record
 
 
 def of_run(checkpoint: str, **more: Any) -> dict[str, Any]:
-    """The first record: what was measured, when, and with which versions."""
+    """Return the first record: what was measured, when, and with which versions."""
     return run_record(checkpoint=checkpoint, **more)
 
 
 def rates(times: Iterable[tuple[float, float, float, int]]) -> dict[str, float]:
-    """Throughput and latencies.
+    """Return throughput and latencies.
 
     Args:
-      times: of every request, in seconds, when it was asked and when its first and last token came;
-        and how many came.
+      times: for every request, in seconds, when it was sent and when its first and last token
+        arrived, and how many tokens arrived.
     """
     asked, first, last, tokens = map(np.array, zip(*times, strict=True))
     seconds = max(last) - min(asked)

@@ -1,18 +1,18 @@
-"""Measure what drafts cost a recurrent layer: ways to have the state after those accepted.
+"""Measure ways to get a recurrent layer's state after the accepted draft tokens.
 
     python -m benchmarks.serving.rollback
 
-One layer's recurrence at Qwen3-Next's size (32 heads of 128 by 128) over steps of 1 + 4 tokens of
-some sequences, as `examples/models/recurrent.py` runs it:
+`examples/models/recurrent.py` runs one layer's recurrence at Qwen3-Next's size (32 heads of 128 by
+128) over steps of 1 + 4 tokens of several sequences, in three ways:
 
-    once    over all tokens: no draft may be refused
+    once    over all tokens: no draft token may be rejected
     again   once more, over the accepted tokens: what the example engine does
-    kept    token by token, with the state after each, of which one is picked
+    kept    token by token, keeping the state after each, of which one is picked
 
-Before a figure is printed, `again` and `kept` have the same states. Calls take turns; figures are
-medians in milliseconds. What a step brings, where each draft is right with some probability, is
-computed: with `again` the accepted drafts and one token more; where a step instead goes back to the
-state before its chunk, what was accepted takes room of the next step's drafts.
+Before a figure is printed, the states of `again` and `kept` are compared. Calls take turns; figures
+are medians in milliseconds. How many tokens a step brings is computed from the probability that a
+draft token is right: with `again`, the accepted draft tokens plus one. If a step instead goes back
+to the state before its chunk, the accepted tokens take room from the next step's draft tokens.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ CALLS = 60
 
 
 def once(inputs: Sequence[jax.Array], state: jax.Array, rows: Rows, _: jax.Array) -> tuple:
-    """Outputs, and states after all tokens."""
+    """Return outputs, and states after all tokens."""
     return recur(*inputs, state, rows)
 
 
 def again(inputs: Sequence[jax.Array], state: jax.Array, rows: Rows, accepted: jax.Array) -> tuple:
-    """Outputs, and states after the accepted tokens of each sequence."""
+    """Return outputs, and states after the accepted tokens of each sequence."""
     out, _ = recur(*inputs, state, rows)
-    # The accepted are not known before the outputs are.
+    # Which tokens are accepted is known only after the outputs.
     accepted, out = jax.lax.optimization_barrier((accepted, out))
     return out, recur(*inputs, state, rows.first(accepted))[1]
 
 
 def kept(inputs: Sequence[jax.Array], state: jax.Array, rows: Rows, accepted: jax.Array) -> tuple:
-    """The same with a state after each token."""
+    """Do the same with a state after each token."""
     count, size = rows.num_seqs, 1 + DRAFTS
     one = ragged_rows(jnp.arange(count + 1, dtype=jnp.int32), count, 1)
     steps = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]).swapaxes(0, 1), inputs)
@@ -67,10 +67,10 @@ WAYS: dict[str, Callable[..., tuple]] = {"once": once, "again": again, "kept": k
 
 
 def measure(count: int, calls: int = CALLS) -> list[dict]:
-    """A record for each way with so many sequences.
+    """Measure each way with `count` sequences, and return the records.
 
     Raises:
-      SystemExit: two ways have other outputs or states.
+      SystemExit: two ways differ in outputs or states.
     """
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
@@ -100,23 +100,23 @@ def measure(count: int, calls: int = CALLS) -> list[dict]:
 
 
 def brought(right: float, *, in_next_step: bool) -> float:
-    """Tokens of a step, in the mean, where each draft is right with that probability.
+    """Return the mean number of tokens that a step brings.
 
     Args:
-      right: the probability.
-      in_next_step: accepted tokens are computed again in the room of the next step's drafts.
+      right: the probability that a draft token is right.
+      in_next_step: whether the next step computes accepted tokens again, instead of draft tokens.
     """
     # The chance of n accepted of k drafts, from n = 0.
     chances = lambda k: [right**n * (1 - right) for n in range(k)] + [right**k]  # noqa: E731
     means = [sum(n * p for n, p in enumerate(chances(k))) for k in range(1 + DRAFTS)]
     if not in_next_step:
         return 1 + means[DRAFTS]
-    # A chain whose state is the room that is taken; its steady state by iteration.
+    # A Markov chain whose state is the room taken; iterate to its steady state.
     share = np.full(1 + DRAFTS, 1 / (1 + DRAFTS))
     moves = np.zeros((1 + DRAFTS, 1 + DRAFTS))
     for taken in range(1 + DRAFTS):
         for n, p in enumerate(chances(DRAFTS - taken)):
-            # All are right: the state after the chunk is there. Else what is right runs again.
+            # If all are right, the state after the chunk is there; else what is right runs again.
             moves[taken, 0 if n == DRAFTS - taken else taken + n + 1] += p
     for _ in range(1000):
         share = share @ moves
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         records.append(options.json, {"kind": "tokens", "right": right, **row})
         print(
             f"drafts that are right with {right}: {row['again']:.1f} tokens a step with `again`, "
-            f"{row['in the next step']:.1f} where the next step computes accepted ones"
+            f"{row['in the next step']:.1f} if the next step computes accepted ones"
         )
 
 

@@ -1,9 +1,9 @@
-"""Measure layers in a loop: products with weights that a scan takes out of a stack, or one by one.
+"""Compare layers in a scan over stacked weights with layers one by one.
 
     python -m benchmarks.serving.scan
 
-The products of 8 layers like Qwen3-0.6B's in float32, by XLA: in `jax.lax.scan` over stacked
-weights, and unrolled with an array for each. Before a figure is printed the results are compared.
+XLA computes the products of 8 layers like Qwen3-0.6B's in float32: in `jax.lax.scan` over stacked
+weights, and unrolled with an array per weight. Before a figure is printed the results are compared.
 Calls take turns; figures are medians in milliseconds.
 """
 
@@ -25,7 +25,7 @@ from examples.models.layers import product_by_xla
 
 
 def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
-    """Tokens [T, 1024] through one layer's products; what lies between them is left out."""
+    """Run tokens [T, 1024] through one layer's products, without what lies between them."""
     joined, out, gates, down = weights
     heads = product_by_xla(x, joined)[:, : out.shape[1]]
     gated = product_by_xla(x + product_by_xla(heads, out), gates)[:, : down.shape[1]]
@@ -33,22 +33,22 @@ def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
 
 
 def scanned(x: jax.Array, stacks: Sequence[jax.Array]) -> jax.Array:
-    """All layers, of weights [layers, O, I]."""
+    """Run all layers over weights [layers, O, I]."""
     return jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, tuple(stacks))[0]
 
 
 def unrolled(x: jax.Array, layers: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    """All layers, each with arrays of its own."""
+    """Run all layers, each with separate arrays."""
     for weights in layers:
         x = layer(x, weights)
     return x
 
 
 def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
-    """A record for each number of tokens and each way.
+    """Measure each number of tokens in each way, and return the records.
 
     Raises:
-      SystemExit: the two have other results.
+      SystemExit: the two results differ.
     """
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
@@ -63,7 +63,7 @@ def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
             results[way] = np.asarray(call())
             contenders[way] = timing.Calls(call)
         if not np.allclose(results["scan"], results["unrolled"], rtol=1e-3, atol=1e-3):
-            raise SystemExit(f"{tokens} tokens: the two ways have other results")
+            raise SystemExit(f"{tokens} tokens: the results of the two ways differ")
         for way, took in timing.interleave(contenders, turns).items():
             figures = {"ms": took.median * 1e3, "spread": took.spread}
             found.append({"kind": "row", "tokens": tokens, "way": way, **figures})

@@ -1,4 +1,4 @@
-"""Servers of the same checkpoint, as processes: the example engine's, and vLLM's for CPUs."""
+"""Start servers of the same checkpoint: the example engine's and vLLM's CPU server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.serving.client import Client, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 600  # vLLM compiles its model when it starts
-# Both servers' weights and arrays lie in huge pages.
+# Puts both servers' weights and arrays in huge pages.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -26,15 +26,15 @@ class ServerError(Exception):
 
 
 class Server:
-    """A server in a process group of its own. Use as a context manager."""
+    """A server in a separate process group. Use as a context manager."""
 
     def __init__(self, command: Sequence[str], port: int, **environment: str):
-        """Start it.
+        """Start the server.
 
         Args:
-          command: what runs it.
-          port: where it will listen.
-          environment: variables in addition to those of this process.
+          command: the command that runs it.
+          port: the port where it will listen.
+          environment: environment variables in addition to this process's.
         """
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`stop` closes it)
         self._process = subprocess.Popen(
@@ -55,10 +55,10 @@ class Server:
         self.stop()
 
     def wait(self, metric: str | None = None) -> None:
-        """Return when it serves, and a metric of its own is 0, if one is named.
+        """Wait until it serves and, if a metric is named, until that metric is 0.
 
         Raises:
-          ServerError: it ended, or takes too long; with the end of what it printed.
+          ServerError: it ended or takes too long; the message has the end of its output.
         """
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
@@ -80,12 +80,12 @@ class Server:
         return self._process.args[2]
 
     def log(self, lines: int = 15) -> str:
-        """The end of what it printed."""
+        """Return the end of its output."""
         self._log.seek(0)
         return "\n  ".join(["", *self._log.read().splitlines()[-lines:]])
 
     def cpu_seconds(self) -> float:
-        """The time that its processes have spent on any core."""
+        """Return the time that its processes have spent on all cores."""
         total = 0
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -97,7 +97,7 @@ class Server:
         return total / os.sysconf("SC_CLK_TCK")
 
     def pause(self) -> None:
-        """Take the cores from it, until `resume`."""
+        """Stop its processes until `resume`."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -105,7 +105,7 @@ class Server:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it and every process that it started."""
+        """End it and every process it started."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self.resume()
             self._process.terminate()
@@ -117,7 +117,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nothing listens at."""
+    """Return a port where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
@@ -125,7 +125,7 @@ def free_port() -> int:
 def start_jattn(
     python: str, directory: Path, dtype: str, *further: str, max_seqs: int, max_len: int
 ) -> Server:
-    """The example engine's server, with `further` options."""
+    """Start the example engine's server, with `further` options."""
     port = free_port()
     options = {
         "--model": directory,
@@ -141,9 +141,9 @@ def start_jattn(
 
 
 def start_vllm(python: str, directory: Path, dtype: str, *, max_seqs: int, max_len: int) -> Server:
-    """vLLM's server, with its own defaults for all but sizes and threads.
+    """Start vLLM's server, with its own defaults except for sizes and threads.
 
-    By default it keeps one core for its HTTP process; here it computes on all of them, as XLA does.
+    By default it reserves a core for its HTTP process; here it computes on all cores, as XLA does.
     """
     port = free_port()
     options = {

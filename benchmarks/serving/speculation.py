@@ -1,14 +1,13 @@
-"""Measure speculative decoding: tokens a second with drafts and without, on the same requests.
+"""Measure speculative decoding: tokens a second with and without it, on the same requests.
 
     python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8] [--texts loop]
 
-byte-gemma continues four texts, greedily, where it repeats itself sooner or later (after "loop" at
-once), and drawn at temperature 1, where next to no draft is right: that shows what searching for
-drafts costs. An engine serves the same requests with drafts and without, in turn. It is compared
-with itself, since of two that are built alike one may be some percent faster. Such short runs
-differ by several percent from turn to turn, so the time that the engine spends on guesses and
-decisions is measured, too (`own`). A figure is printed after the tokens of all runs have been
-compared.
+byte-gemma continues four texts. Under greedy decoding it repeats itself sooner or later (after
+"loop" at once). At temperature 1 hardly any draft token is right, which shows what searching for
+drafts costs. One engine serves the same requests with and without drafts, in turn: of two engines
+built alike, one may be some percent faster. Such short runs differ by several percent from turn to
+turn, so the benchmark also measures the time that the engine spends on guesses and decisions
+(`own`). Before a figure is printed, the tokens of all runs are compared.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class Load:
     new: int = 256
 
     def requested(self) -> list[Request]:
-        """The requests, each with a seed of its own."""
+        """Return the requests, each with a different seed."""
         prompt = tuple(TEXTS[self.text].encode())
         samplings = [Sampling(self.temperature, seed=i) for i in range(self.requests)]
         return [Request(prompt, self.new, sampling) for sampling in samplings]
 
 
 class Timed:
-    """A speculator that adds up the seconds it takes."""
+    """A speculator that adds up the seconds it spends."""
 
     def __init__(self, speculator: Any):
         self._speculator, self.seconds = speculator, 0.0
@@ -81,7 +80,7 @@ class Timed:
 
 
 def build(model: Model, requests: int, drafts: str) -> Engine:
-    """An engine for some requests at once, with drafts (8x2: in 2 branches)."""
+    """Build an engine for `requests` at once, with drafts (8x2: 8 in 2 branches)."""
     longest = max(map(len, TEXTS.values())) + Load.new
     limits = Limits(group_layers(model.layers), requests, 128, 16, longest, prefix_caching=False)
     speculation = read_speculation(f"lookup={drafts}")
@@ -91,9 +90,10 @@ def build(model: Model, requests: int, drafts: str) -> Engine:
 
 
 def serve(engine: Engine, load: Load, *, drafts: bool) -> tuple[list[Sequence], float]:
-    """Serve a load; without drafts, the engine runs the steps of one that never had any.
+    """Serve a load. Without drafts, the engine runs the same steps as one built without them.
 
-    Returns: what was served, and the share of the time that speculating took.
+    Returns:
+      The finished sequences, and the share of the time that speculation took.
     """
     engine.reset()
     speculator, start = engine._speculator, time.perf_counter()
@@ -106,13 +106,13 @@ def serve(engine: Engine, load: Load, *, drafts: bool) -> tuple[list[Sequence], 
 
 
 def rate(sequences: list[Sequence]) -> float:
-    """Tokens a second after the first ones."""
+    """Return the tokens a second after the first ones."""
     seconds = max(s.finished for s in sequences) - max(s.first_token for s in sequences)
     return sum(len(s.chosen) - 1 for s in sequences) / seconds
 
 
 def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
-    """Serve a load with every engine in turn; a row for each.
+    """Serve a load with every engine in turn, and return a row for each.
 
     Raises:
       SystemExit: the tokens of two runs differ.
@@ -123,14 +123,14 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
     tokens: list[list[int]] | None = None
     done: dict[str, Statistics] = {}
     shares: dict[str, list[float]] = {name: [] for name in engines}
-    order = np.random.default_rng(0)  # so that none always comes first, or after the same one
+    order = np.random.default_rng(0)  # so that no engine always comes first or after the same one
     for turn in range(turns):
         names = order.permutation([*engines])
         for name, drafts in [(name, turn % 2 == each) for name in names for each in (0, 1)]:
             sequences, share = serve(engines[name], load, drafts=drafts)
             chosen = [sequence.chosen for sequence in sequences]
             if tokens not in (None, chosen):
-                raise SystemExit(f"{load}: {name} drafts give other tokens: no figures")
+                raise SystemExit(f"no figures: {load}: {name} drafts give other tokens")
             tokens = chosen
             rates[name, drafts].append(rate(sequences))
             if drafts:
@@ -166,7 +166,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     low, high = row["ratio_spread"]
     return (
         f"{row['text']:>10} {row['temperature']:>11g} {row['requests']:>8} {row['drafts']:>6} "

@@ -1,13 +1,13 @@
-"""Measure prompts that another server reads: time and bytes, next to reading them here.
+"""Compare moving a prompt's keys and values from a prefill server with computing them here.
 
     python -m benchmarks.serving.transfer [--model DIRECTORY] [--tokens 128 512 960]
 
-Starts `python -m examples.engine.serve --role prefill` in a process of its own and asks it for
-prompts of random tokens, one at a time. A row is printed after the tokens that follow have been
-compared with those of an engine that read the prompt itself.
+Starts `python -m examples.engine.serve --role prefill` in a separate process and sends it prompts
+of random tokens, one at a time. Before a row is printed, the tokens that follow are compared with
+those of an engine that read the prompt itself.
 
     here     this engine reads the prompt                            with a cold prefix cache
-    there    the other one does: its answer to `offer`               reading, taking, checksum
+    there    the other server does: its answer to `offer`            reading, taking, checksum
     fetch    bytes through a socket into arrays, and their checksum
     put      arrays into blocks of this engine's caches
 """
@@ -38,7 +38,7 @@ SECONDS = 120.0  # for one prompt
 
 
 def put(engine: Engine, sequence: Sequence) -> float:
-    """Seconds to put a sequence's contents into the caches, and nothing else."""
+    """Return the seconds it takes only to put a sequence's contents into the caches."""
     start = time.perf_counter()
     engine.caches = engine.transfer.put(engine.caches, sequence)
     jax.block_until_ready(engine.caches)
@@ -46,7 +46,7 @@ def put(engine: Engine, sequence: Sequence) -> float:
 
 
 def measure(engine: Engine, server: PrefillServer, num_tokens: int, turns: int) -> dict:
-    """The row of a length.
+    """Measure prompts of one length, and return the row.
 
     Raises:
       SystemExit: the tokens differ.
@@ -54,7 +54,7 @@ def measure(engine: Engine, server: PrefillServer, num_tokens: int, turns: int) 
     rng = np.random.default_rng(num_tokens)
     seconds: dict[str, list[float]] = {"here": [], "there": [], "fetch": [], "put": []}
     nbytes = engine.transfer.nbytes(num_tokens)
-    for turn in range(turns + 1):  # the first is for warming up
+    for turn in range(turns + 1):  # the first one warms up
         prompt = tuple(rng.integers(engine.model.vocab_size, size=num_tokens + 1).tolist())
         with Connection(server) as connection:
             marks = [time.perf_counter()]
@@ -79,7 +79,7 @@ def measure(engine: Engine, server: PrefillServer, num_tokens: int, turns: int) 
         engine.reset()
         (alone,) = engine.generate([Request(prompt, NEW)])
         if not right or alone.chosen != sequence.chosen:
-            raise SystemExit(f"{num_tokens} tokens: the tokens that follow differ: no figures")
+            raise SystemExit(f"{num_tokens} tokens: those that follow differ: no figures")
         if turn:
             values = here, marks[1] - marks[0], marks[2] - marks[1], putting
             for name, value in zip(seconds, values, strict=True):
@@ -104,7 +104,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table; `share` is that of fetching and putting in the time to read it here."""
+    """Format a row; `share` is the time to fetch and put, relative to reading the prompt here."""
     low, high = row["moved_spread_ms"]
     return (
         f"{row['tokens']:>6} {row['bytes'] / row['tokens'] / 1024:>9.1f} "
@@ -116,7 +116,7 @@ def line(row: dict) -> str:
 
 
 def page_table(rows: Iterable[dict]) -> str:
-    """For docs/disaggregation.md: a line for each length."""
+    """Write the table of docs/disaggregation.md: a line for each length."""
     heads = ["tokens", "KiB a token", "read here", "answer of the other server", "fetch", "put"]
     lines = [[*heads, "fetch and put, of reading"]]
     for row in rows:
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     shared = ["--model", options.model, "--token-budget", str(options.token_budget)]
     shared += ["--max-seqs", "4", "--max-len", str(max(options.tokens) + NEW + 1)]
-    neighbours = Neighbours([], patience=60)  # until the other server has compiled, too
+    neighbours = Neighbours([], patience=60)  # until the other server has also compiled
     shared += ["--no-prefix-cache"]
     port = servers.free_port()
     command = [sys.executable, "-m", "examples.engine.serve", "--role", "prefill"]

@@ -101,7 +101,7 @@ def test_tokens_and_their_times_are_read_from_a_stream(fake):
 
 
 def test_errors_and_missing_tokens_are_refused(fake):
-    with pytest.raises(client.RefusedError, match="3 tokens came, but 4 were asked for"):
+    with pytest.raises(client.RefusedError, match="4 tokens were requested, but 3 arrived"):
         fake(lost=1).ask([5], 4)
     with (
         pytest.raises(client.RefusedError, match="404 b'no such path'"),
@@ -265,5 +265,5 @@ def test_layers_in_a_loop_are_compared_before_they_are_timed(monkeypatch):
     rows = scan.measure([2], turns=1)
     assert [row["way"] for row in rows] == ["scan", "unrolled"]
     monkeypatch.setattr(scan, "unrolled", lambda x, layers: scan.layer(x, layers[0]))
-    with pytest.raises(SystemExit, match="2 tokens: the two ways have other results"):
+    with pytest.raises(SystemExit, match="2 tokens: the results of the two ways differ"):
         scan.measure([2], turns=1)
