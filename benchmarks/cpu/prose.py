@@ -81,7 +81,7 @@ def reads(rows: Sequence[dict]) -> str | None:
     return (
         f"- **Decode** without shared KV heads reads "
         f"{span([row['kv_gb_per_s'] for row in alone], '{:.0f}'.format)} GB/s. A loop that only "
-        f"reads the same blocks in random order, measured next to it, reads "
+        f"reads the same blocks in random order, measured alongside, reads "
         f"{span(loop, '{:.0f}'.format)} GB/s: decode reaches {span(shares, percent)} % of that, "
         f"and {percent(statistics.median(shares))} % in the median row. Where 16 query heads "
         f"share 4, 2 and 1 KV heads, the median over all decodes, including windowed and short "

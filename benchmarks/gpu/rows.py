@@ -118,7 +118,7 @@ def products(a: Any, count: int) -> Any:
 
 
 def random_words(words: int) -> Any:
-    """Make int32 [2, words] that look random: a GPU may be faster if all bits are alike."""
+    """Make pseudo-random int32 [2, words]: a GPU may be faster if all bits are alike."""
     import jax
     import jax.numpy as jnp
 
