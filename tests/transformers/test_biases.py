@@ -251,7 +251,7 @@ def test_biases_of_models_that_train(libraries):
     text, gradients = torch.randint(3, 96, (2, 12)), []
     model.set_attn_implementation("jattn")
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(jattn.UnsupportedError, match="take use_reentrant=False"):
+    with pytest.raises(jattn.UnsupportedError, match="set use_reentrant=False"):
         model(text, labels=text[:, :7].clone()).loss.backward()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for implementation in ("eager", "jattn"):

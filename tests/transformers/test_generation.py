@@ -274,7 +274,7 @@ def test_packed_texts_that_see_each_other_are_refused(libraries):
         logits = model(**batch, use_cache=False).logits[0]
         alone = [model(torch.tensor([text])).logits[0] for text in texts]
         torch.testing.assert_close(logits, torch.cat(alone), atol=2e-5, rtol=2e-5)
-        with pytest.raises(jattn.UnsupportedError, match=r"query 5 is of packed .* use_cache"):
+        with pytest.raises(jattn.UnsupportedError, match=r"query 5 in packed .* use_cache"):
             model(**batch, use_cache=True)
 
 

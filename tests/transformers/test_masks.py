@@ -121,7 +121,7 @@ def test_what_is_stored_already_is_kept():
     assert reading.seq_lens.tolist() == [12, 8]
     assert reading.sliding_window == 3
     mask[1, :, 3] = True
-    with pytest.raises(jattn.UnsupportedError, match="hid from all queries when they were written"):
+    with pytest.raises(jattn.UnsupportedError, match="hidden from all queries when they were writ"):
         masks.read_mask(mask, kept)
 
 

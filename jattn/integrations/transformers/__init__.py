@@ -1,4 +1,4 @@
-"""jattn as an attention implementation of transformers: unmodified models, PyTorch's tensors.
+"""jattn as an attention implementation of transformers: unmodified models, PyTorch tensors.
 
     import jattn.integrations.transformers as jattn_transformers
 
@@ -7,14 +7,14 @@
     cache = jattn_transformers.PagedCache(model.config, max_cache_len=4096)
     model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
-`register` makes `attn_implementation="jattn"` mean `jattn.paged_attention`. With transformers' own
-caches every call copies its keys and values into the blocks of a pool, and gradients flow through
-it. With a `PagedCache` the keys stay in pools, and a decode step copies nothing.
+`register` makes `attn_implementation="jattn"` run `jattn.paged_attention`. With transformers' own
+caches, every call copies its keys and values into the blocks of a pool, and gradients flow through
+the copy. With a `PagedCache` the keys stay in pools, and a decode step copies nothing.
 
-Nothing is approximated in silence. The mask that transformers built for a layer is read row by row
-(`masks`) into lengths, windows, chunks and documents that show every query the same keys, a bias of
-positions into `relative_bias`; what cannot be read is refused by `jattn.UnsupportedError`, which
-says why. Rows of padding that see no key return zeros.
+Nothing is silently approximated. jattn reads the mask that transformers built for a layer row by
+row (`masks`) and finds lengths, windows, chunks and documents that show every query the same keys.
+A bias that depends on positions becomes a `relative_bias`. If a mask or bias cannot be read, jattn
+raises `jattn.UnsupportedError` and says why. Rows of padding that see no key return zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 __all__ = ["PagedCache", "register"]
 
-# What the extra asks for: older versions hand over their masks and caches in other ways.
+# The extra requires it: older versions pass masks and caches differently.
 OLDEST = (5, 20)
 
 
@@ -37,27 +37,27 @@ def register(
     implementation: str | None = None,
     kv_layout: str = "HND",
 ) -> None:
-    """Make `attn_implementation=name` mean jattn.
+    """Make `attn_implementation=name` select jattn in transformers.
 
     Args:
-      name: what models are loaded or set with.
-      block_size: S of the pools that keys of transformers' own caches are copied into.
-      implementation: which of `jattn.paged_attention`'s, or None for the best.
-      kv_layout: "HND" or "NHD", of those pools.
+      name: the `attn_implementation` to load models with.
+      block_size: S of the pools that keys from transformers' own caches are copied into.
+      implementation: an implementation of `jattn.paged_attention`, or None for the best one.
+      kv_layout: the layout of those pools, "HND" or "NHD".
 
     Raises:
       ImportError: torch or transformers is missing, or transformers is older than 5.20.
-      ValueError: an argument that is no such size, implementation or layout.
+      ValueError: the size, implementation or layout is invalid.
     """
     _part("attention").register(name, block_size, implementation, kv_layout)
 
 
 def _part(name: str) -> types.ModuleType:
-    """A module of this folder that needs torch and transformers."""
+    """Import a module of this folder, which needs torch and transformers."""
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        pass  # the import says so
+        pass  # the import below reports it
     else:
         if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
             raise ImportError(

@@ -20,7 +20,7 @@ from jattn.formats.kv_array import LAYOUTS
 from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
-# Arguments that models pass along and that do not change attention.
+# Arguments that models pass and that do not change attention.
 HARMLESS = {
     "cache_position",
     "deterministic",
@@ -38,7 +38,7 @@ HARMLESS = {
     "seq_idx",
     "use_cache",
 }
-# Types whose attention is their own, not that of transformers' interface, and takes numbers.
+# Model types that attend without transformers' interface and need a mask of numbers.
 WITHOUT_INTERFACE = {"gemma4_audio"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,7 +57,7 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 
 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything.
+    """Build the mask, bool [B, 1, Tq, Tk], and never skip it: None would be ambiguous.
 
     Types in `WITHOUT_INTERFACE` get eager attention's mask.
     """
@@ -71,11 +71,11 @@ def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """An attention function as transformers calls it.
+    """The attention function that transformers calls.
 
     Attributes:
       block_size: S of the pools that keys are copied into.
-      implementation: which of `jattn.paged_attention`'s, or None.
+      implementation: an implementation of `jattn.paged_attention`, or None.
       kv_layout: "HND" or "NHD".
     """
 
@@ -83,7 +83,7 @@ class Attention:
     implementation: str | None = None
     kv_layout: str = "HND"
 
-    # JAX computes it: torch.compile breaks its graphs here.
+    # JAX computes attention: torch.compile breaks the graph here.
     @torch.compiler.disable
     def __call__(
         self,
@@ -104,10 +104,10 @@ class Attention:
         cu_seq_lens_k: torch.Tensor | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
-        """Attention output [B, Tq, H, V], and no weights.
+        """Return the attention output [B, Tq, H, V], and None for the weights.
 
         Raises:
-          UnsupportedError: an option, a dtype or a mask that jattn does not have.
+          UnsupportedError: jattn does not support an option, the dtype or the mask.
         """
         name = type(module).__name__
         _refuse_what_jattn_lacks(name, query, s_aux, dropout, others)
@@ -163,8 +163,8 @@ def _refuse_what_jattn_lacks(
         )
     if others.get("output_attentions"):
         raise jattn.UnsupportedError(
-            f"{name} is asked for attention weights (output_attentions): jattn computes none; take "
-            'attn_implementation="eager" for them'
+            f"{name} is asked for attention weights (output_attentions): jattn computes none; use "
+            'attn_implementation="eager" to get them'
         )
     if not HARMLESS.issuperset(others) and (
         unknown := sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
@@ -197,7 +197,7 @@ def attend(
     implementation: str | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention of queries to keys that are copied into the blocks of a pool.
+    """Copy keys and values into the blocks of a pool, and attend to them.
 
     Args:
       query: [B, H, Tq, D].
@@ -205,7 +205,7 @@ def attend(
       sight: the visibility.
       block_size: S.
       kv_layout: of the pool.
-      implementation, options: of `jattn.paged_attention`; sinks are a tensor.
+      implementation, options: arguments of `jattn.paged_attention`; sinks are a torch tensor.
 
     Returns: [B, Tq, H, V]; gradients flow to queries, keys, values, sinks and biases.
     """
@@ -249,7 +249,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """Where the keys of a reading are in a pool of their own."""
+    """Where the keys of one reading are in a pool made for them."""
 
     reading: masks.SplitMask
     batch: batches.Batch
@@ -283,13 +283,13 @@ def _plan(reading: masks.SplitMask, block_size: int) -> _Plan:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A function of JAX arrays as one of tensors, with JAX's gradients."""
+    """A function of JAX arrays applied to tensors, with JAX's gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., jax.Array], *tensors: torch.Tensor) -> torch.Tensor:
         found, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
         out = torch.from_dlpack(found)
-        # What JAX saved shares their memory: saved here, too, PyTorch notices a change in place.
+        # JAX's residuals share their memory. Saving them lets PyTorch notice in-place changes.
         ctx.save_for_backward(*tensors, out)
         return out
 
@@ -297,7 +297,7 @@ class _Differentiable(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises if one was changed
-        with batches.placed(gradient):  # in a thread of PyTorch's
+        with batches.placed(gradient):  # runs in a thread of PyTorch
             found = ctx.gradients(jnp.asarray(batches.to_jax(gradient)))
         return None, *map(torch.from_dlpack, found)
 
@@ -328,7 +328,7 @@ def _write_and_attend(
     def pool(x: jax.Array) -> jax.Array:
         heads, size = x.shape[1:]
         axes = (heads, block_size) if kv_layout == "HND" else (block_size, heads)
-        # NaN, so that a slot which is read without having been written shows.
+        # NaN, so that reading a slot that was never written shows.
         return jnp.full((num_blocks, *axes, size), jnp.nan, x.dtype)
 
     caches = jattn.update_kv_cache(pool(key), pool(value), key, value, slots, kv_layout=kv_layout)

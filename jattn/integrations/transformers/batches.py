@@ -1,4 +1,4 @@
-"""A reading as the arrays of one call, and tensors as JAX's arrays without a copy."""
+"""A reading as the arrays of one call, and tensors as JAX arrays without a copy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import jattn
 from jattn.integers import power_of_two
 from jattn.integrations.transformers import masks
 
-# Up to here a copy of a CPU's tensor, which jit makes, is faster than sharing it: measured 8 and
-# 110 us a tensor, on 2 cores with JAX 0.10.
+# Up to this size, letting jit copy a CPU tensor is faster than sharing it: 8 and 110 us a tensor,
+# measured on 2 cores with JAX 0.10.
 SMALL_BYTES = 1 << 18
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def placed(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Where JAX makes arrays and runs programs that have none: the device of a tensor.
+    """Make JAX create arrays, and run programs without arrays, on the device of a tensor.
 
     Raises:
       UnsupportedError: JAX has no such device.
@@ -34,19 +34,19 @@ def placed(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def device_of(device: torch.device) -> jax.Device:
-    """JAX's name for a device of PyTorch."""
+    """Return the JAX device of a PyTorch device."""
     platform = {"cuda": "gpu"}.get(device.type, device.type)
     try:
         return jax.local_devices(backend=platform)[device.index or 0]
     except (RuntimeError, IndexError) as error:
         raise jattn.UnsupportedError(
-            f"tensors are on {device}, but JAX's devices are {jax.local_devices()}: put the model "
-            "on one of them, or install the JAX for it"
+            f"tensors are on {device}, but JAX's devices are {jax.local_devices()}: move the model "
+            "to one of them, or install JAX for that device"
         ) from error
 
 
 def refuse_tangents(tensors: Iterable[object]) -> None:
-    """JAX's functions see the numbers of dual tensors and drop their tangents.
+    """Refuse dual tensors: JAX would read their numbers and drop their tangents.
 
     Raises:
       UnsupportedError: one of the tensors has a tangent.
@@ -55,24 +55,24 @@ def refuse_tangents(tensors: Iterable[object]) -> None:
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise jattn.UnsupportedError(
                 f"a tensor {list(x.shape)} that attention reads has a tangent: "
-                "jattn.integrations.transformers has no derivatives in forward mode; take those "
-                'of reverse mode, or attn_implementation="eager"'
+                "jattn.integrations.transformers has no forward-mode derivatives; use reverse "
+                'mode, or attn_implementation="eager"'
             )
 
 
 def to_jax(x: torch.Tensor) -> np.ndarray | jax.Array:
-    """The same numbers on the same device as an argument of jit, shared unless they are few."""
+    """Return a tensor as an argument of jit on the same device, shared unless it is small."""
     if x.is_cpu and x.nbytes <= SMALL_BYTES:
         return _to_numpy(x)
     return jnp.from_dlpack(x.detach().contiguous())
 
 
 def to_rows(x: torch.Tensor, count: int) -> np.ndarray | jax.Array:
-    """[B, heads, n, size] as an argument of jit: [count, heads, size], zeros after the tokens."""
+    """Return [B, heads, n, size] as an argument of jit: [count, heads, size], padded with zeros."""
     batch, heads, tokens, size = x.shape
     if batch * tokens == count and x.is_cpu and x.nbytes <= SMALL_BYTES:
-        # In a decode step a layer's weights push this code out of the caches: the less the better.
-        # Views of NumPy and `few_to_torch` took 0.1 of 0.9 ms off a layer's attention (Qwen3-0.6B).
+        # In a decode step a layer's weights evict this code from the caches, so less is better:
+        # NumPy views and `few_to_torch` saved 0.1 of 0.9 ms of a layer's attention (Qwen3-0.6B).
         return _to_numpy(x).swapaxes(1, 2).reshape(count, heads, size)
     return to_jax(pad_rows(x.transpose(1, 2).flatten(0, 1), count))
 
@@ -87,19 +87,21 @@ def _to_numpy(x: torch.Tensor) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def number(x: float) -> jax.Array:
-    """A number as an argument of jit, on the device already: scales are the same in every step."""
+    """Return a number as an array on the device, cached: scales are the same in every step."""
     return jnp.float32(x)
 
 
 def to_torch(x: jax.Array) -> torch.Tensor:
-    """The same numbers as a tensor on the same device, shared. Asked for without its device, which
-    would cost as much again."""
+    """Return an array as a tensor on the same device, shared.
+
+    Given the array itself, `from_dlpack` would also ask for its device, which costs as much again.
+    """
     return torch.from_dlpack(x.__dlpack__())
 
 
 def few_to_torch(x: jax.Array, *shape: int) -> torch.Tensor:
-    """A copy of a few numbers as a CPU's tensor of this shape: at most `SMALL_BYTES` are copied
-    sooner than shared."""
+    """Copy an array to a CPU tensor of this shape: up to `SMALL_BYTES` that is faster than sharing
+    it."""
     numbers = np.array(x).reshape(shape)
     if numbers.dtype == BFLOAT16:
         return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
@@ -107,12 +109,12 @@ def few_to_torch(x: jax.Array, *shape: int) -> torch.Tensor:
 
 
 def bucket(count: int, least: int = 16) -> int:
-    """The power of two from `least` on that holds `count`: few shapes, so few compilations."""
+    """Round `count` up to a power of two, at least `least`: few shapes, so few compilations."""
     return max(least, power_of_two(count))
 
 
 def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """[T, heads, size] with rows of zeros up to `count`."""
+    """Pad [T, heads, size] with rows of zeros up to `count` rows."""
     missing = count - rows.shape[0]
     return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows
 
@@ -124,9 +126,9 @@ class Batch:
     Attributes:
       tokens: which of the B * Tq queries are the call's tokens, or None for all of them in order.
       num_tokens: T, padding included.
-      arrays: its arguments that are arrays.
-      limits: its window or chunk.
-      is_causal: a bool, or None where `arrays` says so per sequence.
+      arrays: the call's array arguments.
+      limits: its window or chunk size.
+      is_causal: a bool, or None if `arrays` has it per sequence.
       max_query_len: static.
     """
 
@@ -139,18 +141,18 @@ class Batch:
 
     @functools.cached_property
     def arguments(self) -> dict[str, jax.Array]:
-        """`arrays` and `limits`."""
+        """`arrays` and `limits` together."""
         return self.arrays | self.limits
 
     def take_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """[B, H, Tq, D] as the call's tokens [T, H, D]."""
+        """Return [B, H, Tq, D] as the call's tokens [T, H, D]."""
         flat = query.transpose(1, 2).flatten(0, 1)
         if self.tokens is not None:
             flat = flat[self.tokens]
         return pad_rows(flat, self.num_tokens)
 
     def put_back(self, out: torch.Tensor, batch: int, num_queries: int) -> torch.Tensor:
-        """The call's result [T, H, V] as [B, Tq, H, V], zeros where a query sees nothing."""
+        """Return the result [T, H, V] as [B, Tq, H, V], with zeros where a query sees nothing."""
         if self.tokens is None:
             out = out if len(out) == batch * num_queries else out[: batch * num_queries]
             return out.view(batch, num_queries, *out.shape[1:])
@@ -160,17 +162,17 @@ class Batch:
 
 
 def make_batch(reading: masks.SplitMask, tables: np.ndarray) -> Batch:
-    """The call that a reading describes.
+    """Build the call that a reading describes.
 
     Args:
-      reading: of the mask.
+      reading: the mask's reading.
       tables: [R, M]; the blocks of each sequence.
     """
     total = len(reading.tokens)
     counts = np.diff(reading.query_start_loc)
     longest = int(counts.max(initial=1))
     num_sequences = len(counts)
-    # A decode step's shapes are its own; others are rounded up, to compile for few of them.
+    # A decode step keeps its exact shapes; others are rounded up, so that few are compiled.
     padded = num_sequences if longest == 1 else bucket(num_sequences, 1)
     num_tokens = total if longest == 1 else bucket(total)
     missing = padded - num_sequences
@@ -201,7 +203,7 @@ def make_batch(reading: masks.SplitMask, tables: np.ndarray) -> Batch:
 
 
 def _padded(rows: np.ndarray, missing: int, value: int) -> np.ndarray:
-    """Rows and `missing` more of one value."""
+    """Append `missing` rows of one value."""
     if not missing:
         return rows
     return np.concatenate([rows, np.full((missing, *rows.shape[1:]), value, rows.dtype)])

@@ -1,4 +1,4 @@
-"""Numbers that are added to logits, as a function of the distance of key and query."""
+"""Numbers that are added to logits, as a function of the distance between key and query."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jattn.integrations.transformers import batches, masks
 
 # Rounding of sums of gradients, as a share of the largest.
 ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.1}
-# Of the largest bias, how far two of a distance may be apart: 1e-5, but no more than 1e-3 or the
-# rounding of float32. Numbers that almost hide a key, -8000 say, tell nothing of the others' size.
+# How far two biases of one distance may differ: 1e-5 of the largest bias, but at most 1e-3 or the
+# rounding of float32. A bias that almost hides a key, say -8000, tells nothing about the others.
 SAME, MOST = 1e-5, 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns:
-    """Which distance the visible entries of a mask have.
+    """The key-query distances of the visible entries of a mask.
 
     Attributes:
       batch: B.
-      distances: [U], those of keys from their queries, in order.
-      where: [U]; the entry of the flat mask where each comes up first.
+      distances: [U]; key position minus query position, in order.
+      where: [U]; the first entry of the flat mask with each distance.
       entries: [n]; the visible entries of the flat mask.
-      which: [n]; the distance of each, an index of `distances`.
+      which: [n]; the distance of each of these, as an index into `distances`.
       nearest: [B, 1, Tq, 1]; the key nearest to each query.
     """
 
@@ -40,7 +40,7 @@ class Columns:
 
     @classmethod
     def of(cls, reading: masks.SplitMask, seen: np.ndarray) -> Columns:
-        """The columns of a mask, bool [B, Tq, Tk], and its reading."""
+        """Return the columns of a mask, bool [B, Tq, Tk], from its reading."""
         distances, where, of_entry = masks.relative_columns(reading, seen)
         entries = np.flatnonzero(of_entry.reshape(-1) >= 0)
         away = np.where(of_entry >= 0, np.abs(distances)[of_entry], seen.shape[2])
@@ -55,14 +55,15 @@ class Columns:
 
 
 def relative_bias(bias: torch.Tensor, columns: Columns, has_sinks: bool) -> torch.Tensor:
-    """A bias [B or 1, H or 1, Tq, Tk] as a table [H, 2 E + 1] float32.
+    """Return a bias [B or 1, H or 1, Tq, Tk] as a table [H, 2 E + 1] float32.
 
-    What is the same for all keys of a query cancels in its softmax: biases may also be functions of
-    the key alone that become one of the distance so, as ALiBi's are.
+    Without sinks, a number added for all keys of a query cancels in its softmax. A bias may then
+    also depend on the key only, like ALiBi's, if such numbers turn it into a function of the
+    distance.
 
     Raises:
-      UnsupportedError: the bias depends on more than the distance of key and query, or learns more
-        than a function of it.
+      UnsupportedError: the bias depends on more than the distance between key and query, or could
+        come to do so by learning.
     """
     table = None
     for candidate in [bias] if has_sinks else [bias, _less_nearest(bias, columns)]:
@@ -90,7 +91,7 @@ def relative_bias(bias: torch.Tensor, columns: Columns, has_sinks: bool) -> torc
 
 
 def _less_nearest(bias: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """Biases minus that of the key nearest to each query."""
+    """Subtract from every bias that of the key nearest to its query."""
     full = bias.expand(columns.batch, -1, -1, -1)
     at = columns.nearest.to(bias.device)
     return full - full.gather(3, at.expand(-1, full.shape[1], -1, -1))
@@ -101,9 +102,9 @@ def _check_learning(
 ) -> None:
     """Refuse a bias that learns more than a function of the distance.
 
-    The gradient of all entries of a distance goes to the first of them. This is right where all of
-    them are made of one number. A random gradient shows whether they are: it must give what the
-    bias is made of the same gradient either way.
+    jattn sends the gradients of all entries with one distance to the first such entry. That is
+    right if all of these entries come from one number. A random gradient shows whether they do: the
+    tensors that the bias was computed from must get the same gradient either way.
     """
     generator = torch.Generator(full.device).manual_seed(0)
     gradient = torch.empty_like(full, requires_grad=False).normal_(generator=generator)
@@ -114,24 +115,24 @@ def _check_learning(
     given = torch.autograd.grad(found, leaves, collapsed, **options)
     for leaf, one, other in zip(leaves, wanted, given, strict=True):
         if one is None or other is None:
-            continue  # both are None: they are entries of one tensor
+            continue  # then both are None, because both are entries of one tensor
         limit = max(ROUNDING.get(x.dtype, 1e-3) for x in (leaf, bias)) * one.abs().max()
         if (one - other).abs().max() > limit:
             if leaf.shape == bias.shape and not isinstance(leaf, torch.nn.Parameter):
                 raise jattn.UnsupportedError(
-                    f"this bias {list(bias.shape)} learns each of its numbers: jattn's "
-                    "relative_bias learns functions of key-query distance only; where gradient "
-                    "checkpoints cut it off from what it is made of, take use_reentrant=False"
+                    f"this bias {list(bias.shape)} learns every number separately: jattn's "
+                    "relative_bias learns functions of key-query distance only; if gradient "
+                    "checkpointing cut it off from its parameters, set use_reentrant=False"
                 )
             raise jattn.UnsupportedError(
                 f"this bias {list(bias.shape)} has trainable parameters {list(leaf.shape)} that "
                 "are not a function of key-query distance: jattn's relative_bias has gradients "
-                "for such functions only"
+                "only for such functions"
             )
 
 
 def _leaves(x: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a result's gradient flows to."""
+    """Return the tensors that a result's gradient flows to."""
     found, nodes, known = [], [x.grad_fn], {x.grad_fn}
     while nodes:
         node = nodes.pop()
@@ -147,10 +148,10 @@ def _leaves(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def unlearned(bias: torch.Tensor) -> torch.Tensor:
-    """The bias; NaN is the gradient of throwaway zeros, a leaf that is no parameter.
+    """Return the bias; if it is a leaf of zeros but no parameter, its gradient becomes NaN.
 
-    T5 makes such zeros for gradient checkpoints and reads no gradient of them. The right one is not
-    known: jattn sums it over the entries of a distance.
+    T5 makes such zeros under gradient checkpointing and does not read their gradient. jattn cannot
+    compute it: it only has gradients summed over all entries with one distance.
     """
     is_leaf = bias.requires_grad and bias.is_leaf and torch.is_grad_enabled()
     if not is_leaf or isinstance(bias, torch.nn.Parameter) or bias.any():
@@ -160,7 +161,7 @@ def unlearned(bias: torch.Tensor) -> torch.Tensor:
 
 
 class _Unlearned(torch.autograd.Function):
-    """A tensor itself, with NaN for its gradient."""
+    """The identity, with NaN as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

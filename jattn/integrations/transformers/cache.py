@@ -1,14 +1,14 @@
-"""A cache of transformers whose attention layers own pools of jattn.
+"""A transformers cache whose attention layers own jattn pools.
 
-A layer's pools are `KVArray`s that only JAX sees. `update` takes a step's keys and values and
-returns stand-ins for the whole history, tensors without numbers. The attention function finds the
-layer in them, writes what is new in place and reads the blocks, in one program with donated pools:
-a decode step copies nothing.
+A layer's pools are `KVArray`s that only JAX accesses. `update` accepts a step's keys and values and
+returns stand-ins for the whole history: tensors without data. The attention function finds the
+layer in them, writes the new tokens in place and reads the blocks, in one program with donated
+pools. A decode step copies nothing.
 
-A batch row has a place p of its own and owns blocks `p * M` to `(p + 1) * M`. Where beams reorder
-the rows, one of those that go on from a row takes its place, and the others the places of rows that
-end, with a copy of the blocks that hold tokens. Padding, keys that no query sees in the step that
-brings them, is not written, so that every row has its own length.
+Every batch row has its own place p and owns blocks `p * M` to `(p + 1) * M`. When beams reorder the
+rows and several continue one row, the first keeps its place. The others get the places of rows that
+end, and a copy of the blocks that hold tokens. Padding, which no query sees in the step that brings
+it, is not written, so every row has its own length.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class PagedCache(cache_utils.DynamicCache):
         cache = PagedCache(model.config, max_cache_len=4096)
         model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
-    Needs a model with `attn_implementation="jattn"`. Layers of full and of sliding attention get
-    pools with room for `max_cache_len` tokens of every batch row; a sliding layer keeps all of
-    them, and its window hides the old ones. Other layers (recurrent states, indexers) are those of
-    transformers' `DynamicCache`. A decoder that attends to an encoder takes two of them, the second
-    for the keys of its encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Nothing
-    has gradients.
+    The model must have `attn_implementation="jattn"`. Layers with full or sliding attention get
+    pools with room for `max_cache_len` tokens per batch row; a sliding layer keeps all tokens, and
+    its window hides the old ones. Other layers (recurrent states, indexers) stay those of
+    transformers' `DynamicCache`. A decoder that attends to an encoder needs two caches, the second
+    for the keys of the encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Gradients
+    are not supported.
 
     Args:
-      config: of the model.
-      max_cache_len: tokens that a batch row may have.
+      config: the model's config.
+      max_cache_len: the most tokens that a batch row may have, padding included.
       block_size: S of the pools.
-      format: how numbers are stored, a `jattn` format or a pair for keys and values; None for
-        the model's own dtype.
+      format: how numbers are stored: a `jattn` format, or a pair of them for keys and values; None
+        for the model's own dtype.
       kv_layout: "HND" or "NHD".
 
     Raises:
-      ValueError: an argument that does not fit, or a model without such layers.
-      UnsupportedError: a model that caches latents (MLA) and expands all of them before attention.
+      ValueError: an argument is invalid, or the model has no layer with full or sliding attention.
+      UnsupportedError: the model caches latents (MLA) and expands all of them before attention.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class PagedCache(cache_utils.DynamicCache):
             problems.expect(format is None or known, "format", format, wanted)
             is_config = hasattr(config, "get_text_config")
             given = f"a {type(config).__name__}"
-            problems.require(is_config, "config", given, "that of a model: model.config")
+            problems.require(is_config, "config", given, "a model's: model.config")
         if _expands_latents(config):
             raise jattn.UnsupportedError(
-                f"PagedCache: {type(config).__name__} describes a model that caches latents and in "
-                "every step expands all of them to keys and values, outside attention: pools that "
-                "only attention reads cannot hold them; take transformers' own caches"
+                f"PagedCache: {type(config).__name__} describes a model that caches latents and "
+                "expands all of them to keys and values outside attention in every step, but only "
+                "attention can read the pools of a PagedCache; use transformers' own caches"
             )
         pools = _Pools(max_cache_len, block_size, format, kv_layout)
         replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
@@ -103,12 +103,12 @@ class PagedCache(cache_utils.DynamicCache):
                 f"PagedCache: {type(config).__name__} describes layers of {kinds}, but must have "
                 "one that caches the keys of full or sliding attention and nothing else"
             )
-        # A DynamicCache by name only: an EncoderDecoderCache crops and selects no others.
+        # A DynamicCache in name only: EncoderDecoderCache can crop and select no other class.
         cache_utils.Cache.__init__(self, layers=layers)
 
 
 def _expands_latents(config: PreTrainedConfig) -> bool:
-    """Whether the model's attention caches latents: it has a method that expands them then."""
+    """Whether the model's attention caches latents: a class then has a method to expand them."""
     config = config.get_text_config(decoder=True)
     try:
         name = type(config).__module__.replace("configuration_", "modeling_")
@@ -122,9 +122,9 @@ class _History:
     """Which of the tokens so far are stored, and where. Layers with equal histories share one.
 
     Attributes:
-      kept: bool [B, n]; padding is not.
+      kept: bool [B, n]; False for padding.
       places: [B]; the place of every batch row.
-      changes: histories that come of this one, by what is done to it, while a layer has them.
+      changes: histories derived from this one, by the change, for as long as a layer has them.
     """
 
     def __init__(self, kept: np.ndarray, places: np.ndarray) -> None:
@@ -136,7 +136,7 @@ class _History:
     def changed(
         self, name: Hashable, kept: np.ndarray, places: np.ndarray | None = None
     ) -> _History:
-        """The history with `kept` and `places` instead, the same one for the same change."""
+        """Return a history with `kept` and `places`, the same object for the same change."""
         places = self.places if places is None else places
         known = self.changes.get(name)
         if known is None or not (
@@ -146,7 +146,7 @@ class _History:
         return known
 
     def extended(self, seen: np.ndarray) -> np.ndarray:
-        """`kept` of all keys of a mask [B, Tq, n + new]: the new ones that some query sees."""
+        """Return `kept` for a mask [B, Tq, n + new]: new keys are kept if some query sees them."""
         new = np.asarray(seen[:, :, self.kept.shape[1] :].any(axis=1))
         return np.append(self.kept, new, axis=1)
 
@@ -163,18 +163,18 @@ class _Pools:
 
     @property
     def width(self) -> int:
-        """M: blocks of a batch row."""
+        """M: blocks per batch row."""
         return ceil_div(self.max_cache_len, self.block_size)
 
     def empty_history(self, batch: int) -> _History:
-        """No tokens in any row."""
+        """Return a history with no tokens in any row."""
         empty = _History(np.zeros((batch, 0), bool), np.arange(batch))
         return self._empty.setdefault(batch, empty)
 
     def make(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[formats.KVArray, formats.KVArray | None]:
-        """Empty pools for keys and values like these."""
+        """Make empty pools for keys and values like these."""
         batch, heads, _, size = key.shape
         if key.dtype not in FORMATS:
             raise jattn.UnsupportedError(
@@ -202,7 +202,7 @@ class _Plan:
 
 
 class PagedLayer(cache_utils.CacheLayerMixin):
-    """One layer's pools, and the step's keys and values until attention takes them."""
+    """One layer's pools, and the step's keys and values until attention writes them."""
 
     is_sliding = False
     is_compileable = False
@@ -221,20 +221,20 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self._writer: weakref.ref[torch.nn.Module] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
-        """A layer with pools of its own on the same device. Nothing else is changed in place."""
+        """Copy the layer and its pools, on the same device. The rest never changes in place."""
         found = object.__new__(type(self))
         found.__dict__.update(self.__dict__)
         found._leaves = [leaf.copy() for leaf in self._leaves]
         found._programs = dict(self._programs)
         if found.new is None:
-            found._writer = None  # a copy may go on with a copy of the model
+            found._writer = None  # the copy may continue with a copy of the model
         memo[id(self)] = found
         return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise jattn.UnsupportedError(
-            "a PagedCache cannot be pickled or saved, because its keys are JAX's: take "
-            "copy.deepcopy for a copy of it, or transformers' own caches"
+            "a PagedCache cannot be pickled or saved, because JAX holds its keys: use "
+            "copy.deepcopy to copy it, or transformers' own caches"
         )
 
     @property
@@ -245,7 +245,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     @caches.setter
     def caches(self, caches: tuple[Any, Any]) -> None:
-        # Taken apart, because jit takes apart lists of arrays four times as fast: 0.1 ms a step.
+        # Kept as leaves: jit flattens a list of arrays four times as fast: 0.1 ms less a step.
         self._leaves, self._structure = jax.tree.flatten(caches)
         self._programs = {}
 
@@ -256,7 +256,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         device = batches.device_of(key_states.device)
         with batches.placed(key_states):
-            # Put there, so that programs of the pools run there, whatever JAX's default device.
+            # Committed, so that programs on the pools run there, whatever JAX's default device is.
             self.caches = jax.device_put(self.pools.make(key_states, value_states), device)
         self.history = self.pools.empty_history(self.batch_size)
         self._empty = tuple(
@@ -266,12 +266,12 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A stand-in for all keys. Cross-attention reads it once the encoder's are in the cache."""
+        """A stand-in for all keys. Cross-attention reads it once the encoder's keys are cached."""
         return None if self._empty is None else _StandIn.of(self, self._empty[0])
 
     @keys.setter
     def keys(self, _: None) -> None:
-        """Nothing: transformers' layers start with None."""
+        """Do nothing: transformers' layers start by setting None."""
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -280,26 +280,26 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     @values.setter
     def values(self, _: None) -> None:
-        """Nothing, as for keys."""
+        """Do nothing, as for keys."""
 
-    @torch.compiler.disable  # it makes pools of JAX's arrays
+    @torch.compiler.disable  # makes pools of JAX arrays
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stand-ins for all keys and values, these last."""
+        """Hold the keys and values for attention, and return stand-ins for all, these last."""
         rows = key_states.shape[0]
         if not self.is_initialized or (self.length == 0 and rows != self.batch_size):
             self.lazy_initialization(key_states, value_states)
         if rows != self.batch_size:
             raise ValueError(
                 f"layer {self.index} of the PagedCache: key_states has a batch of {rows}, but must "
-                f"have one of {self.batch_size}, as the {self.length} tokens in the cache; reset() "
-                "forgets them"
+                f"have one of {self.batch_size}, like the {self.length} tokens in the cache; call "
+                "reset() to forget them"
             )
         if self.new is not None:
             raise jattn.UnsupportedError(
-                f"layer {self.index} of the PagedCache was given keys twice without attention "
-                'between: the model must have attn_implementation="jattn" and call it'
+                f"layer {self.index} of the PagedCache was given keys twice with no attention in "
+                'between: the model must have attn_implementation="jattn" and use it'
             )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise jattn.UnsupportedError(
@@ -320,24 +320,24 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return keys, _StandIn.of(self, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys in this step, and where the first of them is."""
+        """Return how many keys this step has, and the position of the first."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens so far, padding included."""
+        """Return the number of tokens so far, padding included."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Tokens that a batch row may have."""
+        """Return the most tokens that a batch row may have."""
         return self.pools.max_cache_len
 
     def offload(self) -> None:
-        """Nothing: the pools are JAX's."""
+        """Do nothing: JAX holds the pools."""
 
     prefetch = offload
 
     def reset(self) -> None:
-        """Forget all tokens and keep the pools, but for those that an interrupted step took."""
+        """Forget all tokens. Keep the pools, except those that an interrupted step had donated."""
         self.new, self.length, self._writer = None, 0, None
         if any(leaf.is_deleted() for leaf in self._leaves):
             self.is_initialized = False
@@ -351,18 +351,18 @@ class PagedLayer(cache_utils.CacheLayerMixin):
                 f"crop: tokens_to_remove is {tokens_to_remove}, but must be 0 or negative"
             )
         if tokens_to_remove and self.history is not None:
-            # Keys that wait for attention are the last, and are never written then.
+            # Keys that still wait for attention come last; they are dropped and never written.
             left = max(0, self.length + tokens_to_remove)
             kept = self.history.kept[:, :left]
             self.history = self.history.changed(("crop", left), kept)
             self.new, self.length = None, kept.shape[1]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Batch row i takes the tokens of row `beam_idx[i]`."""
+        """Give batch row i the tokens of row `beam_idx[i]`."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every batch row `repeats` times."""
+        """Repeat every batch row `repeats` times."""
         if self.is_initialized:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
@@ -385,7 +385,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.batch_size = len(rows)
 
     def _reorder(self, rows: np.ndarray) -> np.ndarray:
-        """The places [B] of as many batch rows, with the tokens of rows `rows`."""
+        """Give batch row i the tokens of row `rows[i]`, and return the rows' new places [B]."""
         assert self.history is not None
         old, width = self.history.places, self.pools.width
         going_on, first = np.unique(rows, return_index=True)
@@ -415,9 +415,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Write what is new, and attend to all: [B, Tq, H, V].
+        """Write the new keys and values, and attend to all of them: [B, Tq, H, V].
 
-        A step that raises leaves the tokens of the steps before it.
+        If a step raises, the tokens of the steps before it stay.
         """
         with self._kept_if_it_raises():
             if self.new is not None:
@@ -428,13 +428,13 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             if batch != self.batch_size:
                 raise jattn.UnsupportedError(
                     f"layer {self.index} of the PagedCache: query has a batch of {batch}, but must "
-                    f"have one of {self.batch_size}, as the keys in the cache"
+                    f"have one of {self.batch_size}, like the keys in the cache"
                 )
             if sight.mask is not None and sight.mask.shape[-1] != self.length:
                 raise jattn.UnsupportedError(
                     f"layer {self.index} of the PagedCache: the mask {list(sight.mask.shape)} must "
-                    f"be for the {self.length} keys in the cache; reset() it where a step was "
-                    "interrupted"
+                    f"be for the {self.length} keys in the cache; if a step was interrupted, "
+                    "reset() the cache"
                 )
             read = sight.plan(
                 (self.history, fresh, self.pools),
@@ -486,7 +486,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     @contextlib.contextmanager
     def _kept_if_it_raises(self) -> Iterator[None]:
-        """What is inside adds its tokens, or none."""
+        """Drop the step's tokens if the block raises."""
         try:
             yield
         except BaseException:
@@ -495,15 +495,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             raise
 
     def _check_writer(self, module: torch.nn.Module) -> None:
-        """Refuse keys of another module behind those of one: an encoder's behind a decoder's."""
+        """Refuse keys of a second module, such as an encoder's after a decoder's."""
         known = None if self._writer is None else self._writer()
         if known is None:
             self._writer = weakref.ref(module)
         elif known is not module:
             raise jattn.UnsupportedError(
-                f"layer {self.index} of the PagedCache was given the keys of two attentions: give "
-                "a decoder that attends to an encoder an EncoderDecoderCache(PagedCache(...), "
-                "PagedCache(...)), and reset() the cache for another model"
+                f"layer {self.index} of the PagedCache was given the keys of two attention "
+                "modules: a decoder that attends to an encoder needs EncoderDecoderCache("
+                "PagedCache(...), PagedCache(...)); before another model uses the cache, reset() it"
             )
 
 
@@ -548,8 +548,11 @@ def _program(
     max_query_len: int,
     implementation: str | None,
 ) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
-    """A step for caches of one structure. Layers hold theirs, because jit would compare structures,
-    which are equal and not the same, in Python: 0.1 ms a layer and step."""
+    """Make the program of a step for caches of one structure.
+
+    Layers hold their programs. One program for all would make jit compare structures, which are
+    equal but not identical, in Python, at 0.1 ms per layer and step.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
@@ -581,13 +584,13 @@ def _program(
 
 
 class _StandIn(torch.Tensor):
-    """The shape of a history whose numbers are in pools."""
+    """A tensor with the shape of a history whose numbers are in pools."""
 
     jattn_layer: PagedLayer
 
     @classmethod
     def of(cls, layer: PagedLayer, new: torch.Tensor) -> _StandIn:
-        """The history of `layer`, like `new` [any, heads, any, size]."""
+        """Return the history of `layer`, like `new` [any, heads, any, size]."""
         shape = (layer.batch_size, new.shape[1], layer.length, new.shape[3])
         found: _StandIn = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=new.dtype, device=new.device
@@ -601,7 +604,7 @@ class _StandIn(torch.Tensor):
     ) -> NoReturn:
         raise jattn.UnsupportedError(
             f"{func} needs the numbers of keys that a PagedCache keeps in jattn's pools: the model "
-            'must have attn_implementation="jattn", and pass what the cache returns to it unchanged'
+            'must have attn_implementation="jattn" and pass it what the cache returns unchanged'
         )
 
     def __repr__(self) -> str:

@@ -1,16 +1,16 @@
-"""Reading a mask: sequences, windows and chunks that show every query what its mask shows it.
+"""Reading a mask: sequences, windows and chunks that show every query the keys its mask shows.
 
-transformers describes visibility by a matrix, jattn by lengths. In each batch row of a mask, the
-keys that none of its queries sees are left out (padding before or after, the unused rest of a
-static cache), and the others are numbered without gaps. Every query must then see a range of them,
+transformers describes visibility by a matrix, jattn by lengths. In each batch row of a mask, keys
+that no query sees are dropped (padding before or after, the unused rest of a static cache), and the
+others are numbered without gaps. Every query must then see a range of them,
 
     first[i] <= k < end[i]
 
-and consecutive queries of a row are one sequence where `end` grows by one (causal) or stays (both
-ways: encoders, prefixes, images). Their `first` must follow from a window or from chunks, or be
-that of a document, whose keys are stored apart. What is left over is refused.
+Consecutive queries of a row form one sequence if `end` grows by one (causal) or stays the same
+(bidirectional: encoders, prefixes, images). Their `first` must follow from a window or from chunks,
+or be the start of a document, whose keys are stored separately. Any other mask is refused.
 
-Nothing here knows torch or transformers.
+This file uses neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jattn.capability import UnsupportedError
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-# Documents may share keys, which are then stored once for each; no more than this many times all.
+# Documents that share a key store it once each: together at most this many times the keys.
 MOST_COPIES = 4
 
 
@@ -38,10 +38,10 @@ class SplitMask:
       num_queries: B * Tq.
       kept: bool [B, Tk]; the keys that are stored.
       documents: [C, 3]; batch row, first key and end of each, among the row's stored keys.
-      document: [R]; which of them a sequence reads.
+      document: [R]; the document that each sequence reads.
       tokens: [T]; which of the B * Tq queries each token is. Queries that see nothing are left out.
       query_start_loc: [R + 1].
-      seq_lens: [R]; keys, from the document's first on.
+      seq_lens: [R]; number of keys, from the document's first.
       is_causal: one bool, or bool [R].
       sliding_window, attention_chunk_size: as `jattn.paged_attention` takes them, or None.
     """
@@ -68,7 +68,7 @@ class SplitMask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Queries:
-    """The Q queries that see something, row after row: what each sees of its row's stored keys."""
+    """The Q queries that see something, row by row: the range of the row's stored keys they see."""
 
     row: Integers
     index: Integers
@@ -78,7 +78,7 @@ class _Queries:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Runs:
-    """R runs of consecutive queries: where each starts, how long its keys are, and the position of
+    """R runs of consecutive queries: where each starts, how many keys it has, and the position of
     every query."""
 
     starts: Integers  # [R + 1]
@@ -88,15 +88,15 @@ class _Runs:
 
 
 def read_mask(mask: Bools, kept: Bools | None = None) -> SplitMask:
-    """Find arguments of `jattn.paged_attention` that show queries the keys of a mask.
+    """Find arguments of `jattn.paged_attention` that show every query the keys of a mask.
 
     Args:
       mask: bool [B, Tq, Tk]; whether the query sees the key.
-      kept: bool [B, Tk]; the keys that are stored, where that is decided already: one document per
-        batch row. None: those that some query sees.
+      kept: bool [B, Tk]; the keys that are stored, if already decided: then every batch row is one
+        document. None stores the keys that some query sees.
 
     Raises:
-      UnsupportedError: no lengths, windows, chunks or documents show the same, and why.
+      UnsupportedError: no lengths, windows, chunks or documents match the mask.
     """
     num_queries = mask.shape[1]
     stored: Bools = np.asarray(mask.any(axis=1)) if kept is None else kept
@@ -104,8 +104,8 @@ def read_mask(mask: Bools, kept: Bools | None = None) -> SplitMask:
         return _reading(stored, stored.sum(axis=1), num_queries, *_nothing())
     if kept is not None and (mask & ~kept[:, None]).any():
         raise UnsupportedError(
-            f"the mask {list(mask.shape)} shows keys that it hid from all queries when they were "
-            "written to the cache"
+            f"the mask {list(mask.shape)} shows keys that were hidden from all queries when they "
+            "were written to the cache"
         )
     queries = _visible_ranges(mask, stored)
     counts = stored.sum(axis=1)
@@ -128,10 +128,10 @@ def read_mask(mask: Bools, kept: Bools | None = None) -> SplitMask:
 
 
 def without_padding_after(mask: Bools) -> Bools:
-    """The mask [B, T, T] where queries after the last key that any of them sees see nothing.
+    """Hide all keys from queries after the last visible key of a mask [B, T, T].
 
-    Queries and keys are the same tokens, so these are padding. jattn counts the positions of
-    queries back from the last key: with them, those of the text before would be too low.
+    Queries and keys are the same tokens, so these queries are padding. jattn counts the positions
+    of queries back from the last key: with padding, the positions of the text would be too low.
     """
     _, num_queries, num_keys = mask.shape
     seen: Bools = np.asarray(mask.any(axis=1))
@@ -141,7 +141,7 @@ def without_padding_after(mask: Bools) -> Bools:
 
 
 def _visible_ranges(mask: Bools, stored: Bools) -> _Queries:
-    """The range of stored keys that each query sees."""
+    """Return the range of stored keys that each query sees."""
     num_keys = mask.shape[2]
     place = stored.cumsum(axis=1) - 1
     counts = mask.sum(axis=2)
@@ -160,7 +160,7 @@ def _visible_ranges(mask: Bools, stored: Bools) -> _Queries:
 
 
 def _nothing() -> tuple[_Queries, _Runs]:
-    """No query that sees a key."""
+    """Return the queries and runs of a mask that shows no key."""
     empty = np.zeros(0, np.int64)
     return (
         _Queries(empty, empty, empty, empty),
@@ -169,18 +169,18 @@ def _nothing() -> tuple[_Queries, _Runs]:
 
 
 def _runs(queries: _Queries, split: Bools | None = None) -> _Runs:
-    """Runs of queries of one row whose ends grow by one, or stay.
+    """Return runs of queries of one row whose ends grow by one, or stay the same.
 
     Args:
       queries: those that see something.
-      split: bool [Q - 1]; further places between two queries where a run ends.
+      split: bool [Q - 1]; further places between two queries where a run must end.
     """
     total = len(queries.row)
     step = np.diff(queries.end)
     step[np.diff(queries.row) != 0] = -1
     if split is not None:
         step[split] = -1
-    # Where the stretch of equal steps that holds each step ends.
+    # The ends of stretches of equal steps.
     edges = np.append(np.flatnonzero(np.diff(step)) + 1, len(step))
     starts, causal, at = [], [], 0
     while at < total:
@@ -205,7 +205,7 @@ def _reading(
     runs: _Runs,
     **limits: int | None,
 ) -> SplitMask:
-    """Runs over one document per batch row."""
+    """Build the reading of runs over one document per batch row."""
     batch = len(counts)
     documents = np.stack([np.arange(batch), np.zeros(batch, np.int64), counts], axis=1)
     return SplitMask(
@@ -230,7 +230,7 @@ def _one_or_many(causal: Bools) -> bool | Bools:
 def _as_window(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
-    """Everything before an end, or a window of it."""
+    """Try all keys before an end, or a window of them."""
     runs = _runs(queries)
     later = np.flatnonzero(queries.first)
     if not later.size:
@@ -247,7 +247,7 @@ def _as_window(
 def _as_chunks(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
-    """Causal chunks, the first of which starts at the first key."""
+    """Try causal chunks, the first of which starts at the first key."""
     runs = _runs(queries)
     chunk = math.gcd(*queries.first.tolist())
     if not chunk or not runs.causal.all():
@@ -260,10 +260,10 @@ def _as_chunks(
 def _as_window_both_ways(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
-    """A window around every query, whose own key is among the stored ones.
+    """Try a window around every query, whose own key is among the stored ones.
 
-    Queries before the first stored key or after the last are padding, but some of them see a few
-    keys: a document for each.
+    Queries before the first stored key or after the last are padding. Those that still see a few
+    keys get a document each.
     """
     length = counts[queries.row]
     total = np.bincount(queries.row, minlength=len(counts))[queries.row]
@@ -284,12 +284,12 @@ def _as_window_both_ways(
 def _as_window_of_text(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
-    """A causal window, and documents for what does not fit: the padding after a text."""
+    """Try a causal window, and documents for what does not fit it: the padding after a text."""
     last_seen = queries.end - 1
     later = np.flatnonzero(queries.first)
     window = int((queries.end - queries.first)[later[0]])
     whole = queries.first == np.maximum(0, last_seen - window + 1)
-    # The padding sees the text's end, from the same place on: it is no part of the text's run.
+    # Padding that sees the same keys as the text's last query must not join the text's run.
     repeated = np.append(False, (np.diff(queries.end) == 0) & (np.diff(queries.row) == 0))
     return _documents(stored, num_queries, queries, whole & ~repeated, queries.end, window)
 
@@ -297,7 +297,7 @@ def _as_window_of_text(
 def _as_documents(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
-    """Runs of queries with the same first key: packed texts, blocks of a picture."""
+    """Try runs of queries with the same first key: packed texts, blocks of a picture."""
     return _documents(
         stored, num_queries, queries, np.zeros(len(queries.row), bool), queries.end, None
     )
@@ -311,14 +311,14 @@ def _documents(
     end: Integers,
     window: int | None,
 ) -> SplitMask | None:
-    """Queries in `whole` [Q] share their row's keys and a window; the others have documents.
+    """Give queries in `whole` their row's keys and a window, and the others documents.
 
     Args:
       whole: bool [Q].
-      end: [Q]; where the keys end that queries in `whole` are given; their window may hide some.
-      window: theirs.
+      end: [Q]; the end of the keys given to each query in `whole`; the window may hide some.
+      window: the window, or None.
 
-    Returns None where the documents would hold too many keys twice, or the window hide a key.
+    Returns: None if the documents would duplicate too many keys, or the window hide a visible one.
     """
     first = np.where(whole, 0, queries.first)
     seen = dataclasses.replace(queries, first=first, end=np.where(whole, end, queries.end))
@@ -350,16 +350,16 @@ def _documents(
 
 
 def relative_columns(reading: SplitMask, mask: Bools) -> tuple[Integers, Integers, Integers]:
-    """Where a matrix of biases must be a function of key position minus query position.
+    """Find the distance, key position minus query position, of every visible entry of a mask.
 
     Args:
-      reading: of the mask.
+      reading: the mask's reading.
       mask: bool [B, Tq, Tk].
 
     Returns:
-      `(distances, where, of_entry)`: the distances [U] that visible keys have from their queries,
-      in order; the entry of the flat mask where each comes up first; and which of them [B, Tq, Tk]
-      every entry has, -1 where it is hidden.
+      `(distances, where, of_entry)`: the distances [U] between visible keys and their queries, in
+      order; the first entry of the flat mask with each distance; and the index [B, Tq, Tk] of every
+      entry's distance, -1 where the key is hidden.
     """
     _, num_queries, _ = mask.shape
     place = reading.kept.cumsum(axis=1) - 1

@@ -1,4 +1,4 @@
-"""Visibility as transformers describes it, as tensors, and reading it once per mask."""
+"""Visibility as transformers describes it, in tensors, and reading it once per mask."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import jattn
 from jattn import spec
 from jattn.integrations.transformers import biases, masks
 
-# Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
-# float64. float16's lowest number, -65504, is among them, and -1e4, which is -9984 in bfloat16.
+# Mask entries up to this value hide a key: the exponential of a logit that much lower is 0 even in
+# float64. These include float16's lowest number, -65504, and -1e4, which is -9984 in bfloat16.
 HIDDEN = -9e3
 
-# Layers share masks. What was read of one goes with it, and with its version.
+# What was read from each mask, and the mask's version then: layers share masks.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -27,27 +27,28 @@ ADDITIONS = {
     *(torch.add, torch.Tensor.add, torch.Tensor.add_),
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
 }
-# Reads of a view's base, which torch.compile follows to the end: the base of a mask is no view.
+# Reads a view's base. torch.compile follows bases to the last, so a mask's base stays unwrapped:
+# wrapping it would make another view.
 BASE = torch.Tensor._base.__get__
 
 
 class BoolMask(torch.Tensor):
     """A bool mask that refuses to be added to logits, which would hide nothing.
 
-    A model that does so, in attention of its own or to a bias, expects numbers.
+    A model that adds it, in its own attention or to a bias, expects numbers.
     """
 
     _plain: torch.Tensor
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> BoolMask:
-        """The mask, with the same memory."""
+        """Wrap the mask, which shares its memory."""
         found = mask.as_subclass(cls)
         found._plain = mask
         return found
 
     def plain(self) -> torch.Tensor:
-        """The mask, the same tensor in every layer that shares it."""
+        """Return the mask, the same tensor in every layer that shares it."""
         known = self.__dict__.get("_plain")
         return self.as_subclass(torch.Tensor) if known is None else known
 
@@ -74,11 +75,11 @@ class BoolMask(torch.Tensor):
 
 
 class Planned(Protocol):
-    """What is made of a reading."""
+    """What was made from a reading."""
 
     @property
     def reading(self) -> masks.SplitMask:
-        """Of the mask."""
+        """The mask's reading."""
 
 
 Plan = TypeVar("Plan", bound=Planned)
@@ -86,10 +87,10 @@ Plan = TypeVar("Plan", bound=Planned)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Read(Generic[Plan]):
-    """What was read of a mask, for all layers that share it.
+    """What was read from a mask, for all layers that share it.
 
     Attributes:
-      plan: made of the reading.
+      plan: made from the reading.
       seen: the mask as bool [B, Tq, Tk].
     """
 
@@ -98,13 +99,13 @@ class Read(Generic[Plan]):
 
     @functools.cached_property
     def columns(self) -> biases.Columns:
-        """Which distance every visible entry has."""
+        """The key-query distance of every visible entry."""
         return biases.Columns.of(self.plan.reading, self.seen)
 
     @functools.cached_property
     def ranges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Queries that see something, [n], and the first and last key of each, numbered over all
-        batch rows."""
+        """The queries [n] that see something, and the first and last key of each, numbered across
+        all batch rows."""
         _, num_queries, num_keys = self.seen.shape
         seen = self.seen.reshape(-1, num_keys)
         queries = np.flatnonzero(seen.any(axis=1))
@@ -118,12 +119,12 @@ class MaskSight:
     """The visibility in one call of attention.
 
     Attributes:
-      mask: [B or 1, heads or 1, Tq or 1, Tk or more], bool (sees) or numbers that are added to
-        logits; or None.
-      is_causal: what holds without a mask.
-      window: the window that holds without a mask, or None.
+      mask: [B or 1, heads or 1, Tq or 1, Tk or more], bool (True shows the key) or numbers added
+        to logits; or None.
+      is_causal: whether attention without a mask is causal.
+      window: the window of attention without a mask, or None.
       bias: [B or 1, H or 1, Tq, Tk] added to logits, or None.
-      packing: where packed texts start and the last ends, among all queries and among all keys, or
+      packing: where packed texts start and the last ends, among all queries and among all keys; or
         None.
     """
 
@@ -142,20 +143,20 @@ class MaskSight:
         make: Callable[..., Plan],
         kept: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Read[Plan]:
-        """`make(reading, *key)`, made once for each mask.
+        """Return `make(reading, *key)`, made once per mask.
 
         Args:
           key: hashable; what else the plan depends on.
           batch, num_queries, num_keys: B, Tq and Tk.
           make: makes the plan.
-          kept: gives the keys that are stored, bool [B, Tk], for a mask [B, Tq, Tk]; None for
+          kept: returns the keys that are stored, bool [B, Tk], for a mask [B, Tq, Tk]; None for
             those that some query sees.
 
         Raises:
-          UnsupportedError: a mask that cannot be read, or that shows packed texts each other.
+          UnsupportedError: the mask cannot be read, or shows packed texts to each other.
         """
         sizes = batch, num_queries, num_keys
-        # Cross-attention has no such biases but zeros (T5's), so these are the same tokens.
+        # In cross-attention these biases are only ever zeros (T5), so these are the same tokens.
         of_text = num_queries == num_keys and self.bias is not None and bool(self.bias.any())
 
         def read() -> Read[Plan]:
@@ -164,7 +165,7 @@ class MaskSight:
                 seen = masks.without_padding_after(seen)
             return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
 
-        # Masks made in inference mode do not say whether they were changed since.
+        # Masks made in inference mode do not track changes, so they are read every time.
         once = self.mask is None or self.mask.is_inference()
         found = read() if once else _remembered(self.mask, (*sizes, of_text, make, *key), read)
         if self.packing is not None:
@@ -175,8 +176,8 @@ class MaskSight:
         causal = self.is_causal and num_queries > 1
         if causal and num_queries != num_keys:
             raise jattn.UnsupportedError(
-                f"{num_queries} queries attend to {num_keys} keys without a mask, as if causal: "
-                "nothing says which keys come before which query"
+                f"{num_queries} queries attend to {num_keys} keys without a mask, as if causal, "
+                "but nothing says which keys come before which query"
             )
         sight = spec.Sight(causal, self.window if self.is_causal or num_queries > 1 else None)
         queries = np.arange(num_keys - num_queries, num_keys)[:, None]
@@ -187,16 +188,16 @@ class MaskSight:
     def relative_bias(
         self, read: Read[Plan], num_heads: int, has_sinks: bool
     ) -> torch.Tensor | None:
-        """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
+        """Return `relative_bias` for `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
 
         Args:
-          read: of the mask.
+          read: what was read from the mask.
           num_heads: H.
-          has_sinks: whether the call has sinks, which biases of all keys would change.
+          has_sinks: whether the call has sinks; a bias added for all keys then does not cancel.
 
         Raises:
-          UnsupportedError: the bias depends on more than the distance of key and query, or learns
-            more than a function of it.
+          UnsupportedError: the bias depends on more than the distance between key and query, or
+            could come to do so by learning.
         """
         bias = self._numbers(*read.seen.shape[1:])
         if bias is None:
@@ -205,9 +206,9 @@ class MaskSight:
         return table.expand(num_heads, -1) if len(table) == 1 else table
 
     def _numbers(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
-        """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros.
+        """Return the numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk].
 
-        Zeros that learn stay: they have a gradient.
+        None if all are zero, unless they are trainable: those need a gradient.
         """
         found = []
         for given in (self.bias, self.mask):
@@ -224,7 +225,7 @@ class MaskSight:
 def _remembered(
     mask: torch.Tensor, name: tuple[Hashable, ...], read: Callable[[], Read[Plan]]
 ) -> Read[Plan]:
-    """What was read of this version of a mask under a name, or is read by `read`."""
+    """Return what was read from this version of a mask under a name, or call `read`."""
     version, remembered = _plans.get(mask, (None, {}))
     if version != mask._version:
         remembered = {}
@@ -236,7 +237,7 @@ def _remembered(
 
 
 def _check_packing(read: Read[Plan], of_queries: np.ndarray, of_keys: np.ndarray) -> None:
-    """Refuse a mask that shows packed texts each other."""
+    """Refuse a mask that shows packed texts to each other."""
     queries, first, last = read.ranges
     text = np.searchsorted(of_queries, queries, side="right") - 1
     inside = (text >= 0) & (text < len(of_queries) - 1)
@@ -245,15 +246,15 @@ def _check_packing(read: Read[Plan], of_queries: np.ndarray, of_keys: np.ndarray
     if wrong.size:
         at = wrong[0]
         raise jattn.UnsupportedError(
-            f"cu_seq_lens_q says that query {queries[at]} is of packed text {text[at]}, but the "
-            f"mask shows it keys {first[at]} to {last[at]}, and the text's are "
-            f"{of_keys[text[at]]} to {of_keys[text[at] + 1] - 1}: call the model with "
-            "use_cache=False, for which transformers makes masks of packed texts"
+            f"cu_seq_lens_q puts query {queries[at]} in packed text {text[at]}, whose keys are "
+            f"{of_keys[text[at]]} to {of_keys[text[at] + 1] - 1}, but the mask shows it keys "
+            f"{first[at]} to {last[at]}: call the model with use_cache=False, so that transformers "
+            "makes masks of packed texts"
         )
 
 
 def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
-    """A mask as bool [B, Tq, Tk]."""
+    """Return a mask as bool [B, Tq, Tk]."""
     if mask.ndim != 4 or mask.shape[3] < num_keys:
         raise jattn.UnsupportedError(
             f"the mask {list(mask.shape)} does not fit {num_queries} queries and {num_keys} keys"
@@ -265,10 +266,10 @@ def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np
         raise jattn.UnsupportedError(
             f"the mask {list(mask.shape)} does not fit {num_keys} keys: it shows some after them"
         )
-    found = found[..., :num_keys]  # of a cache with room for more
+    found = found[..., :num_keys]  # drop the unused room of a static cache
     if (found != found[:, :1]).any():
         raise jattn.UnsupportedError(
-            f"the mask {list(mask.shape)} differs between heads: jattn's heads see the same keys"
+            f"the mask {list(mask.shape)} differs between heads: all jattn heads see the same keys"
         )
     if found.shape[0] not in (1, batch) or found.shape[2] not in (1, num_queries):
         raise jattn.UnsupportedError(
