@@ -225,7 +225,7 @@ def test_a_name_that_is_taken_is_refused(letters, address):
         if status == 200:
             assert re.fullmatch(regex, answer["text"])
         else:
-            assert "rid: name, but must be that of no request" in str(answer)
+            assert "rid: name, but must be unused: the host" in str(answer)
 
 
 def test_characters_of_several_tokens_are_sent_whole(address):

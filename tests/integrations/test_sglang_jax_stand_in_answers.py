@@ -261,7 +261,7 @@ def test_a_name_that_is_taken_is_refused(host):
     sglang_jax.install()
     manager = host.TokenizerManager(host.ServerArgs())
     manager.rid_to_state["a"] = "state"
-    with pytest.raises(ValueError, match="rid: a, but must be that of no request"):
+    with pytest.raises(ValueError, match="rid: a, but must be unused: the host"):
         manager._send_one_request(None, SimpleNamespace(rid="a"))
     manager._send_one_request(None, SimpleNamespace(rid="b"))
     assert manager.sent == ["b"]

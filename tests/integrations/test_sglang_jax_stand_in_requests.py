@@ -34,7 +34,7 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
         {"repetition_penalty": 1.1}, {},
         "repetition_penalty: 1.1, but must be 1: the host ignores it",
     ),
-    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host draws tokens"),
+    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host samples tok"),
     "a seed": (
         {"sampling_seed": 7}, {},
         "sampling_seed (seed): 7, but must be left out, or --enable-deterministic-sampling given",
@@ -80,7 +80,7 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
     "no prompt": ({"input_ids": []}, {}, "input_ids (text, prompt): no tokens, but must be one"),
     "a token past the vocabulary": (
         {"input_ids": [3, 96]}, {},
-        "input_ids (prompt): with 96, but must be tokens from 0 to 95: the host would take others",
+        "input_ids (prompt): with 96, but must be tokens from 0 to 95: the host would read others",
     ),
     "a negative token": ({"input_ids": [-1, 3]}, {}, "input_ids (prompt): with -1, but must be"),
     "a start before the prompt": (

@@ -325,7 +325,7 @@ REFUSED = {
                 "quantization_config": {"quant_method": "awq"},
             },
         },
-        "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one that is not",
+        "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one with unq",
     ),
     "as many adapters as may be": (
         {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 2},
@@ -366,11 +366,11 @@ REFUSED = {
     ),
     "trees of drafts": (
         {"speculative_algorithm": "EAGLE3"},
-        "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
+        "--speculative-eagle-topk: 5, but must be 1, for chains of draft tokens",
     ),
     "drafts of latents": (
         {"use_mla_backend": True, "speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: EAGLE3, but must be left out: the host verifies no drafts",
+        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
     ),
     "drafts of recurrences": (
         {
@@ -378,7 +378,7 @@ REFUSED = {
             "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
         },
-        "--speculative-algorithm: EAGLE3, but must be left out: the host verifies no drafts",
+        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
     ),
     "the host's own number of drafts": (
         {
@@ -396,11 +396,11 @@ REFUSED = {
             "speculative_num_draft_tokens": 2,
             "speculative_num_steps": 1,
         },
-        "--speculative-num-steps: 1, but must be at least 2: the host verifies single drafts",
+        "--speculative-num-steps: 1, but must be at least 2: the host verifies a single",
     ),
     "drafts verified as trees": (
         {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these drafts with",
+        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these draft ",
     ),
     "fused dense layers": (
         {"hf_config": {"architectures": ["GlmMoeDsaForCausalLM"]}},

@@ -2,7 +2,7 @@
 
     import jattn.integrations.sglang_jax
 
-    jattn.integrations.sglang_jax.install()      # before the engine is made
+    jattn.integrations.sglang_jax.install()      # before creating the engine
     engine = sgl_jax.srt.entrypoints.engine.Engine(
         model_path=..., device="cpu", attention_backend="fa"
     )
@@ -11,11 +11,11 @@ Its server, with the host's own flags:
 
     python -m jattn.integrations.sglang_jax --model-path MODEL --device cpu --attention-backend fa
 
-sglang-jax has no place where a backend could be named, so `install` puts `ragged_paged_attention`
-where its backend "fa" expects the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
-it is, `[N, S, 2 K / pack, pack, D]`, read and written in place.
+sglang-jax has no setting that names an external backend. So `install` replaces the TPU kernel of
+its backend "fa" with `ragged_paged_attention`, and allows "fa" on CPUs. The host's cache keeps its
+layout, `[N, S, 2 K / pack, pack, D]`, and is read and written in place.
 
-What jattn cannot take is refused while the engine starts, with the setting to change.
+While the engine starts, settings that jattn cannot serve raise an error that says what to change.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from jattn.integrations.sglang_jax import (
 
 TESTED = "0.1.0rc0"
 
-# What the host does otherwise with jattn, apart from its kernels.
+# What jattn changes in the host, apart from its kernels.
 SUBJECTS = (
     aborts,
     adapters,
@@ -75,11 +75,14 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Put jattn in the place of sglang-jax's TPU kernel, here and in the processes it spawns.
+    """Replace sglang-jax's TPU kernels with jattn, in this process and in those the host spawns.
+
+    Also patch the host where requests would crash it or get wrong results, and check its settings
+    and requests. Call it before creating an engine; a second call does nothing.
 
     Raises:
       ImportError: sglang-jax is not installed.
-      ValueError: another version than the one this was tested with.
+      ValueError: sglang-jax is not the version that jattn was tested with.
     """
     with checks.checking("jattn.integrations.sglang_jax.install") as problems:
         versions.check(problems, "sglang-jax", TESTED)
@@ -90,7 +93,7 @@ def install() -> None:
 
     choose, measure = ModelRunner._get_attention_backend, ModelRunner.get_available_device_memory
     if hasattr(choose, "__wrapped__"):
-        return  # done before
+        return  # already installed
 
     finish = ServerArgs.__post_init__
 
@@ -101,7 +104,7 @@ def install() -> None:
 
     @functools.wraps(measure)
     def check_and_measure(runner: settings.ModelRunner) -> int:
-        refusals.check_uses(runner.server_args)  # which may be older than `install`
+        refusals.check_uses(runner.server_args)  # may predate `install`
         refusals.check_device(runner.server_args)
         return measure(runner)
 
@@ -111,7 +114,7 @@ def install() -> None:
         if jax.default_backend() != "tpu":
             replace_kernels()
             choose_gated_delta_net(runner)
-        # The host takes its own slow path where the device is a "cpu".
+        # For device "cpu" the host would choose its own slow path.
         arguments = runner.server_args
         device, arguments.device = arguments.device, "jattn"
         try:
@@ -119,7 +122,7 @@ def install() -> None:
                 backend = choose(runner)
         finally:
             arguments.device = device
-        # A model with linear attention too has a backend of both.
+        # With linear attention in the model, the backend combines two.
         full = getattr(backend, "full_attn_backend", backend)
         setattr(full, tables.FIELD, longest(runner) + drafted(arguments))
         return backend
@@ -128,32 +131,32 @@ def install() -> None:
     mla_backend.mla_ragged_paged_attention = tables.bound(latent.mla_ragged_paged_attention)
     tables.bind(flashattention_backend.FlashAttention)
     tables.bind(mla_backend.MLAAttentionBackend)
-    ModelRunner.get_available_device_memory = check_and_measure  # what a runner does first
+    ModelRunner.get_available_device_memory = check_and_measure  # a runner calls it first
     ModelRunner._get_attention_backend = check_and_choose
     ServerArgs.__post_init__ = finish_and_check
     for subject in SUBJECTS:
         subject.enable()
-    # Spawned, unless enable_single_process is set.
+    # The host spawns these, unless enable_single_process is set.
     engine.run_scheduler_process = run_scheduler
     engine.run_detokenizer_process = run_detokenizer
 
 
 def longest(runner: settings.ModelRunner) -> int:
-    """Tokens of a sequence at most: of the served model, where `runner` is of one that drafts."""
-    pool = runner.req_to_token_pool  # the served model's, in the runner of drafts; else None yet
+    """Return the most tokens of a sequence; for a draft model, the most of the served model."""
+    pool = runner.req_to_token_pool  # the served model's for a draft model; else None yet
     length = runner.model_config.context_len
     return length if pool is None else max(length, pool.max_context_len)
 
 
 def drafted(arguments: settings.ServerArguments) -> int:
-    """Tokens that a sequence may have past its longest, until drafts are accepted."""
+    """Return how many draft tokens, not yet accepted, may come after the longest sequence."""
     if not arguments.speculative_algorithm:
         return 0
     return max(arguments.speculative_num_draft_tokens, arguments.speculative_num_steps)
 
 
 def replace_kernels() -> None:
-    """Put functions of any machine where the host has kernels for TPUs, attention aside."""
+    """Replace the host's TPU kernels other than attention with functions for any machine."""
     from sgl_jax.srt.layers import moe
     from sgl_jax.srt.layers.attention.linear import kda_backend, lightning_backend
     from sgl_jax.srt.mem_cache import memory_pool
@@ -167,10 +170,10 @@ def replace_kernels() -> None:
 
 
 def run_scheduler(*arguments: object) -> None:
-    """The process in which the host's scheduler runs the model: the host's own, after `install`.
+    """Run the host's scheduler process, which runs the model, after `install`.
 
     Args:
-      *arguments: of the host's `run_scheduler_process`.
+      *arguments: the arguments of the host's `run_scheduler_process`.
     """
     from sgl_jax.srt.managers.scheduler import run_scheduler_process
 
@@ -179,10 +182,10 @@ def run_scheduler(*arguments: object) -> None:
 
 
 def run_detokenizer(*arguments: object) -> None:
-    """The process in which the host decodes answers: the host's own, with what it sends mended.
+    """Run the host's detokenizer process with the fixes of `detokenizer`.
 
     Args:
-      *arguments: of the host's `run_detokenizer_process`.
+      *arguments: the arguments of the host's `run_detokenizer_process`.
     """
     from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_process
 
@@ -229,25 +232,25 @@ def ragged_paged_attention(
       queries: [T, H, D].
       keys, values: [T, K, D].
       kv_cache_fused: [N, S, 2 K / pack, pack, D].
-      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      kv_lens: int32 [B]; keys of each sequence, including this step's.
       page_indices: int32 [P]; the pages of all sequences, one sequence after another.
       cu_q_lens: int32 [B + 1].
       cu_kv_lens: int32 [B + 1]; where in `page_indices` a sequence's pages begin, times S.
       distribution: int32 [3]; the last one is the number of sequences.
       custom_mask: None.
       attention_sink: [H], or None.
-      max_seq_len: static; keys that a sequence has at most.
+      max_seq_len: static; the most keys that a sequence has.
       causal: 0 for queries that see all keys of their sequence.
       sm_scale, sliding_window, soft_cap: of the layer; a window or cap of 0 or less is none.
       xai_temperature_len: None.
-      softmax_dtype: not needed: softmax is float32.
-      mask_aligned_to_cu_kv, m_block_sizes: of the host's kernel; not needed.
+      softmax_dtype: ignored: softmax is float32.
+      mask_aligned_to_cu_kv, m_block_sizes: options of the host's kernel; ignored.
 
     Returns:
       `(out [T, H, D], kv_cache_fused)`.
 
     Raises:
-      ValueError: a custom mask, or a temperature that grows with the position.
+      ValueError: a custom mask is given, or a temperature that grows with the position.
     """
     with checks.checking("jattn.integrations.sglang_jax") as problems:
         problems.expect(custom_mask is None, "custom_mask", custom_mask, "None")

@@ -1,4 +1,4 @@
-"""`python -m jattn.integrations.sglang_jax FLAGS`: sglang-jax's server, which reads the flags."""
+"""`python -m jattn.integrations.sglang_jax FLAGS`: sglang-jax's server with jattn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jattn.integrations import sglang_jax
 
 
 def main() -> None:
-    """Run the server with jattn installed, until it is ended."""
+    """Run the server with jattn installed, until it stops."""
     sglang_jax.install()
     from sgl_jax import launch_server
 

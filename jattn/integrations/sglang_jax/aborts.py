@@ -1,8 +1,11 @@
-"""Requests of sglang-jax that end before they have begun.
+"""Requests of sglang-jax that end before they start.
 
-A request that the host refuses in its scheduler goes through it with a prompt of one token, where
-it may wait for room for its whole answer, or has no length at all. One that is aborted while it
-waits is never forgotten: the server waits for it when it pauses, and when it is to end.
+- A request that the host's scheduler refuses still passes through it, with a prompt of one token.
+  It may wait there for room for its whole output, or crash the scheduler if its output has no
+  length limit. jattn gives it an output of one token.
+- The server never forgets a request that is aborted while it waits. It then waits for that request
+  when it pauses or shuts down. jattn makes it forget the request.
+- An abort of a request whose client is gone raises an error in the server. jattn ignores it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 
 def enable() -> None:
-    """Let such requests end, and no others with them.
+    """Let such requests end without harm to others.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -31,7 +34,7 @@ def enable() -> None:
     def end_and_forget(manager: Any, received: Any) -> None:
         state = manager.rid_to_state.get(received.rid)
         if state is None:
-            return  # its client has gone
+            return  # its client is gone
         end(manager, received)
         del manager.rid_to_state[received.rid]
         manager._notify_state_event(state)

@@ -1,4 +1,4 @@
-"""LoRA adapters that sglang-jax would load without a part of them."""
+"""LoRA adapters that sglang-jax would load only in part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jattn import checks
 
-# Fields of an adapter's configuration that the host does not read, and what they are without.
+# Fields of an adapter's configuration that the host does not read, and values that turn them off.
 UNREAD: dict[str, tuple[object, ...]] = {
     "use_rslora": (False, None),
     "use_dora": (False, None),
@@ -19,7 +19,7 @@ UNREAD: dict[str, tuple[object, ...]] = {
 
 
 def enable() -> None:
-    """Refuse such adapters as they are read.
+    """Refuse such adapters when they are read.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -38,7 +38,7 @@ def enable() -> None:
                     value is None or value in without,
                     "--lora-paths",
                     f"{path}, whose {name} is {value}",
-                    "an adapter without: the host does not read it",
+                    "an adapter without it: the host does not read the field",
                 )
 
     LoRAConfig.__init__ = read_and_check

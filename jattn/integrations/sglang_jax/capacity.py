@@ -1,9 +1,12 @@
 """How many requests and tokens an engine of sglang-jax has room for.
 
-The host compiles for as many requests as a chunk of prompts has tokens, and ends with more. Of the
-sizes of batches that it compiles for, each device has a part, whole or not. It takes a request in
-once the pages of layers with windows have room for a window twice over, and for each chunk of its
-prompt; where they never have, such a request waits for ever.
+- The host compiles for at most as many requests as a chunk of prompts has tokens, and crashes when
+  more run. jattn lowers `--max-running-requests` to that number.
+- It splits each batch size that it compiles for over `--dp-size` devices, divisible or not. jattn
+  drops sizes that are not divisible.
+- It admits a request once the pages of layers with sliding windows have room for about two windows
+  and for each chunk of its prompt. If they never have, the request waits forever. jattn refuses
+  such an engine at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def enable() -> None:
-    """Run as many requests as are compiled for, and refuse pools that hold none.
+    """Run no more requests than are compiled for, and refuse pools too small for a request.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -36,7 +39,7 @@ def enable() -> None:
         requests, tokens = pad(worker)
         if requests < worker.max_running_requests:
             logger.info(
-                "--max-running-requests is %d: a chunk of prompts has no more tokens", requests
+                "--max-running-requests is now %d, the tokens in a chunk of prompts", requests
             )
             worker.max_running_requests = requests
         return requests, tokens
@@ -63,7 +66,7 @@ def _check_windows(runner: Any) -> None:
       runner: `sgl_jax.srt.model_executor.model_runner.ModelRunner`.
 
     Raises:
-      ValueError: how many tokens they hold, and how many they have to.
+      ValueError: says how many tokens they hold, and how many they must hold.
     """
     from sgl_jax.srt.managers.schedule_batch import swa_eviction_peak_tokens
 
@@ -79,7 +82,7 @@ def _check_windows(runner: Any) -> None:
             found > needed,
             "--max-total-tokens (--mem-fraction-static)",
             f"room for {found} tokens in layers with windows",
-            f"room for more than {needed}, or long prompts are never taken in: "
-            "--swa-full-tokens-ratio and --chunked-prefill-size set it, too, and "
-            "--disable-hybrid-swa-memory does without",
+            f"room for more than {needed}, or long prompts never start: "
+            "--swa-full-tokens-ratio and --chunked-prefill-size also set the room, and "
+            "--disable-hybrid-swa-memory lifts the limit",
         )

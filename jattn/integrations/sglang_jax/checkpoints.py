@@ -1,8 +1,8 @@
-"""Checkpoints without weights that sglang-jax's model of them needs.
+"""Checkpoints that lack weights which sglang-jax's model needs.
 
-The host warns of each, and leaves an array of no numbers in its place, which fails where a layer is
-compiled: with `--disable-precompile` in the first request. Phi-3's are such (it has one weight for
-queries, keys and values), and those of weights that are packed.
+The host warns about each missing weight and leaves an empty array in its place. Compiling the layer
+then fails, with `--disable-precompile` only in the first request. Examples are Phi-3, which has one
+weight for queries, keys and values, and checkpoints with packed weights.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from jattn import checks
 
-MISSING = "jattn_missing"  # of a loader: the names that it has not found
+MISSING = "jattn_missing"  # attribute of a loader: the names that it has not found
 NEEDED = re.compile(r"layers\.\d+\..*\b(q|k|v|o|gate|up|down)_proj\.weight")
 
 
 def enable() -> None:
-    """Refuse such checkpoints as they are loaded.
+    """Refuse such checkpoints when they are loaded.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.

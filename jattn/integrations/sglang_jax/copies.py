@@ -1,8 +1,8 @@
-"""Copies of what sglang-jax puts on CPUs.
+"""Copies of the arrays that sglang-jax puts on CPU devices.
 
-Where the alignment allows it, JAX makes an array on a CPU of NumPy's memory itself. The host goes
-on to write to some of it (lengths of sequences, while drafts are verified) before the step has read
-it.
+If the alignment allows it, a JAX array on a CPU shares the memory of the NumPy array it was made
+from. The host then writes to some of these NumPy arrays (sequence lengths, while draft tokens are
+verified) before the step has read them. jattn copies them first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAME = "device_array"
 
 
 def replace_device_array() -> None:
-    """Let the host's `device_array` copy, in every module of the host that has it."""
+    """Make the host's `device_array` copy, in every module of the host that has it."""
     from sgl_jax.srt.utils import jax_utils
 
     plain = getattr(jax_utils, NAME)
     if hasattr(plain, "__wrapped__"):
-        return  # done before
+        return  # already replaced
     copying = copied(plain)
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "sgl_jax" and getattr(module, NAME, None) is plain:
@@ -33,7 +33,7 @@ def replace_device_array() -> None:
 
 
 def copied(device_array: Callable[..., Result]) -> Callable[..., Result]:
-    """`device_array` of copies of the NumPy arrays in its data."""
+    """Wrap `device_array` so that it copies the NumPy arrays in its data."""
 
     @functools.wraps(device_array)
     def call(data: Any, *arguments: Any, **options: Any) -> Result:

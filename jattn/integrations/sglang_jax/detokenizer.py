@@ -1,9 +1,13 @@
-"""The text of answers of sglang-jax, in parts.
+"""The text of sglang-jax's outputs, in chunks.
 
-A character may be of several tokens. The host sends what the first of them are decoded to, U+FFFD,
-and never the character: its text is as long as what was sent. It reads the settings of the first
-request for all that it decodes at once, sends the tokens of such a character again with each part,
-and goes on with the text of an earlier request of the same id.
+The host's detokenizer gets these wrong, and jattn fixes them:
+
+- A character may need several tokens. The host sends U+FFFD, which the first of them decode to, and
+  then never sends the character, because the new text is no longer than what was sent.
+- It sends the ids of such a character's tokens again with every chunk.
+- It decodes a whole batch with the settings of the batch's first request.
+- It continues the text of an earlier request with the same id.
+- It trims the token that ended an output, but not if that is token 0.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ PER_REQUEST = (
 
 
 def enable() -> None:
-    """Decode each request's text by its own settings, and send it once it is complete.
+    """Decode each request with its own settings, and send each character once it is complete.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -36,7 +40,7 @@ def enable() -> None:
 
     manager = detokenizer_manager.DetokenizerManager
     if hasattr(manager.handle_batch_token_id_out, "__wrapped__"):
-        return  # done before
+        return  # already enabled
     detokenizer_manager.find_printable_text = complete
     handle_once = _sent_once(
         manager.handle_batch_token_id_out, detokenizer_manager.process_special_tokens_spaces
@@ -46,12 +50,12 @@ def enable() -> None:
 
 
 def complete(text: str) -> str:
-    """What is left of a text without the character that its last tokens begin."""
+    """Return a text without an incomplete character at its end."""
     return text.rstrip(INCOMPLETE)
 
 
 def _by_settings(handle: Any) -> Any:
-    """The host's method that decodes a batch, called for requests of the same settings."""
+    """Wrap the host's method that decodes a batch, to call it for requests of equal settings."""
 
     @functools.wraps(handle)
     def handle_by_settings(manager: Any, received: Any) -> Any:
@@ -83,9 +87,9 @@ def _by_settings(handle: Any) -> Any:
 
 
 def _sent_once(handle: Any, without_special: Any) -> Any:
-    """The host's method that decodes a batch, of which each token is sent once.
+    """Wrap the host's method that decodes a batch, to send each token once.
 
-    What a finished request has left is dropped: another one may have its id.
+    Also drop the state of finished requests, because another request may reuse the id.
     """
 
     @functools.wraps(handle)
@@ -110,7 +114,7 @@ def _sent_once(handle: Any, without_special: Any) -> Any:
 
 
 def _first_token_too(trim: Any) -> Any:
-    """The host's method that cuts what ended an answer, if that is token 0, too."""
+    """Wrap the host's method that trims the token that ended an output, to trim token 0 too."""
 
     @functools.wraps(trim)
     def trim_any(manager: Any, output: Any, reason: Any, no_stop_trim: bool) -> Any:

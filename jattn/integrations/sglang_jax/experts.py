@@ -27,19 +27,19 @@ def gmm(
     Args:
       lhs: [n, in], sorted by expert.
       rhs: [E, in, out], of E experts of this device.
-      group_sizes: int32; how many rows each expert has, those of other devices too.
+      group_sizes: int32; how many rows each expert has, including other devices' experts.
       preferred_element_type: of the result.
       rhs_scale: [E, blocks, 1, out], or None.
       rhs_bias: [E, 1, out], or None.
       group_offset: int32; the first expert of this device.
       existing_out: None.
-      activation_quantized_dtype: not needed: rows are not quantized.
-      **of_the_kernel: tiles and the like; not needed.
+      activation_quantized_dtype: ignored: rows are not quantized.
+      **of_the_kernel: tiles and the like; ignored.
 
     Returns: [n, out]; zeros for other devices' experts.
 
     Raises:
-      ValueError: an existing result to add to.
+      ValueError: `existing_out` is given.
     """
     with checks.checking("jattn.integrations.sglang_jax") as problems:
         problems.expect(existing_out is None, "existing_out", existing_out, "None")

@@ -1,9 +1,11 @@
-"""Where an answer of sglang-jax ends.
+"""Where an output of sglang-jax ends.
 
-A step with drafts gives a request several tokens. Where they pass its longest length the host
-stops, but keeps them all, even those after a token that ends the answer. The first token of an
-answer comes with its prompt, even if there is to be none. With `ignore_eos` the host ignores the
-tokens that the request has named itself (`stop_token_ids`), too.
+The host gets these ends wrong, and jattn cuts the output there:
+
+- A step of speculative decoding gives a request several tokens. If they exceed its
+  `max_new_tokens`, the host stops but keeps them all, even those after an end token.
+- The prefill generates the first token of an output, even if `max_new_tokens` is 0.
+- With `ignore_eos` the host also ignores the request's own `stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 
 def enable() -> None:
-    """Cut answers at the length that a request asks for, and before that at a token that ends it.
+    """Cut outputs at the length that a request asks for, or at an end token before that.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -50,7 +52,7 @@ def enable() -> None:
                 tokens[limit - within : limit]
             )
         finally:
-            request.output_ids = tokens  # whose keys and values the host frees by their number
+            request.output_ids = tokens  # the host frees as many keys and values
         if not is_ended:
             check(request, new_accepted_len)
             request.finished_len = limit

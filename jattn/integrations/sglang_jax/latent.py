@@ -17,9 +17,9 @@ Size = TypeVar("Size", int, float)
 
 @contextlib.contextmanager
 def backend() -> Iterator[None]:
-    """Lets the host make its backend of latent attention without a TPU.
+    """Let the host make its backend for latent attention without a TPU.
 
-    The backend asks a TPU how much memory it has, unless it is told.
+    The backend asks a TPU for its memory size unless it is given one.
     """
     from sgl_jax.srt.layers.attention import mla_backend
 
@@ -56,14 +56,14 @@ def mla_ragged_paged_attention(
       q_pe: [T, H, R], their rotated part.
       new_kv_c, new_k_pe: [T, L] and [T, R].
       cache_kv: [N, S / pack, pack, L and R each up to a multiple of 128].
-      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      kv_lens: int32 [B]; keys of each sequence, including this step's.
       page_indices: int32 [P]; the pages of all sequences, one sequence after another.
       cu_q_lens: int32 [B + 1].
       cu_kv_lens: int32 [B + 1]; where in `page_indices` a sequence's pages begin, times S.
       distribution: int32 [3]; the last one is the number of sequences.
-      max_seq_len: static; keys that a sequence has at most.
+      max_seq_len: static; the most keys that a sequence has.
       sm_scale, sliding_window, soft_cap: of the layer; a window or cap of 0 or less is none.
-      **of_the_kernel: block sizes; not needed.
+      **of_the_kernel: block sizes; ignored.
 
     Returns:
       `(out [T, H, L], cache_kv)`.
@@ -81,5 +81,5 @@ def mla_ragged_paged_attention(
 
 
 def positive(x: Size | None) -> Size | None:
-    """A window or cap; None where the host has 0 or -1 for none."""
+    """Return a window or cap, or None if it is 0 or -1, which mean none in the host."""
     return x if x and x > 0 else None

@@ -1,14 +1,14 @@
 """Log-probabilities of sglang-jax for requests that share a batch with others.
 
-A request asks for those of its answer alone, or for those of its prompt too, which the host keeps
-apart. Where a batch has both kinds, or requests that ask for neither, it ends, or hands requests
-lists of each other:
+A request asks for log-probabilities of its output only, or also of its prompt. The host handles the
+two cases separately. If a batch has both kinds, or also requests that ask for neither, the host
+crashes, or gives requests each other's lists:
 
-- It computes those of answers alone only where every request of a batch asks for no more, and then
-  sends all of them again with each part of an answer.
-- It keeps the numbers of likely tokens that requests ask for while one of a batch asks, and goes
-  on to pick from that list when it has become too short.
-- Each request of a prefill has rows, but the host steps over those of requests that ask only.
+- It computes log-probabilities of outputs only if every request of the batch asks for just these,
+  and then sends all of them again with every chunk of an output.
+- It updates the list of top-k counts only while a request of the batch asks for log-probabilities,
+  and later indexes the list when it has become too short.
+- Every request of a prefill has rows, but the host steps only over rows of requests that ask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 from typing import Any
 
 Rows = list[tuple[int, bool]]
-# Lists of a request with an entry per token of the answer.
+# Lists of a request with an entry per token of the output.
 OF_ANSWERS = [
     f"output_{kind}logprobs_{part}"
     for kind in ("token_", "top_", "token_ids_")
@@ -26,7 +26,7 @@ OF_ANSWERS = [
 
 
 def enable() -> None:
-    """Give each request its own log-probabilities, whatever those next to it ask for.
+    """Give each request its own log-probabilities, whatever other requests of its batch ask for.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -52,9 +52,9 @@ def enable() -> None:
 
 
 def _rows_per_device(batch: Any) -> list[Rows] | None:
-    """How many rows each request of a prefill has, and whether the host will read them.
+    """Return how many rows each request of a prefill has, and whether the host will read them.
 
-    Called in the place of `_input_logprob_lens_per_dp`, which counts the rows of a device.
+    This replaces `_input_logprob_lens_per_dp`, which counts the rows of each device.
     """
     if not batch.forward_mode.is_extend():
         return None
@@ -77,7 +77,7 @@ def _is_read(request: Any) -> bool:
 
 
 def _asked_for(materialize: Any) -> Any:
-    """The host's function that takes rows off the device, without those that it does not read."""
+    """Wrap the host's function that fetches rows from the device, without unread ones."""
 
     @functools.wraps(materialize)
     def materialize_and_drop(values: Any, devices: list[Rows] | None = None) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ def _asked_for(materialize: Any) -> Any:
 
 
 def _mark(batch: Any) -> None:
-    """Compute log-probabilities of answers where one request of a batch asks for no more."""
+    """Compute log-probabilities of outputs if any request of the batch asks for just these."""
     batch.return_output_logprob_only = any(
         request.return_output_logprob_only
         for info in batch.reqs_info
@@ -111,7 +111,7 @@ def _mark(batch: Any) -> None:
 
 
 def _marked(make: Any) -> Any:
-    """The host's method of a class that makes a batch."""
+    """Wrap the host's class method that makes a batch, to `_mark` the batch."""
 
     @functools.wraps(make)
     def make_and_mark(cls: type, *arguments: Any, **options: Any) -> Any:
@@ -123,7 +123,7 @@ def _marked(make: Any) -> Any:
 
 
 def _filled(change: Any) -> Any:
-    """The host's method that changes a batch, given lists of as many entries as requests."""
+    """Wrap the host's method that changes a batch, to give its lists an entry per request first."""
 
     @functools.wraps(change)
     def fill_and_change(batch: Any, *arguments: Any, **options: Any) -> None:
@@ -138,10 +138,10 @@ def _filled(change: Any) -> Any:
 
 
 def _sent_once(send: Any) -> Any:
-    """The host's method that sends parts of answers, with what is new of log-probabilities.
+    """Wrap the host's method that sends chunks of outputs, to send each log-probability once.
 
-    It counts what it has sent of requests that ask for those of the prompt, too, and gives each
-    request of a batch lists of its own; so all requests that ask are such ones meanwhile.
+    For requests that also ask for log-probabilities of the prompt, the host tracks what it has sent
+    and gives each request its own lists. So all requests that ask pose as such during the call.
     """
 
     @functools.wraps(send)
@@ -152,7 +152,7 @@ def _sent_once(send: Any) -> Any:
         del of_answers
         for request in requests:
             if request.output_token_logprobs_val and request.finished_len is not None:
-                for name in OF_ANSWERS:  # an answer of no tokens has computed one
+                for name in OF_ANSWERS:  # an output of no tokens has computed one
                     del getattr(request, name)[request.finished_len :]
         only = [request for request in requests if request.return_output_logprob_only]
         for request in only:
@@ -168,7 +168,7 @@ def _sent_once(send: Any) -> Any:
 
 
 def _complete(convert: Any) -> Any:
-    """The host's method that writes log-probabilities, with the list that its server reads."""
+    """Wrap the host's method that formats log-probabilities, to add a list its server reads."""
 
     @functools.wraps(convert)
     def convert_and_complete(manager: Any, found: dict[str, Any], *arguments: Any) -> None:
@@ -180,7 +180,7 @@ def _complete(convert: Any) -> Any:
 
 
 def _by_token(process: Any) -> Any:
-    """The host's method for chats: likely tokens are those of their own token in streams, too."""
+    """Wrap the host's method for chats, to give each token its own top tokens in streams too."""
 
     @functools.wraps(process)
     def process_by_token(serving: Any, logprobs: Any, use_token_index: bool = True) -> Any:

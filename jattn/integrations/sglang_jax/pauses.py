@@ -1,7 +1,8 @@
 """Pauses of sglang-jax that keep its requests (`/pause_generation`, `in_place` and `retract`).
 
-Where prompts were computed last, the host forgets their requests: they are in no batch yet that
-goes on, and hang. So a pause waits for the step after, which takes them in.
+If the last step was a prefill, its requests are not in the running batch yet. The host then drops
+the step's batch and forgets them, and they hang. So jattn delays the pause to the next step, which
+adds them to the running batch.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-WAITING = "jattn_pause"  # of a scheduler: the pause that it is asked for, which waits
+WAITING = "jattn_pause"  # attribute of a scheduler: the pause request that waits
 
 
 def enable() -> None:
-    """Let pauses wait for requests whose prompts were just computed.
+    """Make pauses wait for requests whose prompts were just computed.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.

@@ -1,7 +1,8 @@
-"""Penalties of sglang-jax for requests that begin again.
+"""Penalties of sglang-jax for requests that are retracted and start again.
 
-A request that had to give its pages away is prefilled with its answer so far. The host counts from
-nothing then: it knows of no token that the penalties are for, nor how long the answer is.
+A request that had to give up its pages is prefilled again, with its output so far. The host's
+counts then start from zero: it forgets which tokens to penalize and how long the output is. jattn
+counts the output so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 
 def enable() -> None:
-    """Count what an answer has already, as its request is prefilled.
+    """Count the tokens that an output already has when its request is prefilled.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.

@@ -5,8 +5,8 @@ A head keeps a state S [K, V] per sequence. A token with query q, key k and valu
     KDA:        S' = diag(exp(g)) S,  S = S' + beta k (v - k^T S')^T
     Lightning:  S = exp(gamma) S + k v^T
 
-and reads `scale * q^T S`. The host's kernels work in chunks of tokens, for TPUs; here one token
-follows the other, in float32. The names and arguments are the host's.
+and reads `scale * q^T S`. The host's TPU kernels work in chunks of tokens; here the tokens run one
+by one, in float32. The names and arguments are the host's.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def simple_gla_fwd(
       cu_seqlens_dev: int32 [B + 1]; tokens from its last entry on are padding.
       scale: of the queries; `K ** -0.5` if None.
       use_ht: as the host sets it.
-      chunk_size: not needed.
+      chunk_size: ignored.
 
     Returns:
       `(out [1, T, H, V], states [B, H, K, V])`; zeros for padding.
@@ -114,9 +114,9 @@ def decode_simple_gla_fused(
 
     Args:
       q, k, v: [B, H, K] and [B, H, V].
-      recurrent_buffer: [slots, H, K, V]; slot 0 is that of padding and stays as it is.
+      recurrent_buffer: [slots, H, K, V]; slot 0 is for padding and stays unchanged.
       recurrent_indices: int32 [B]; 0 for rows of padding.
-      has_initial_state: bool [B]; without, a sequence begins with zeros.
+      has_initial_state: bool [B]; if False, a sequence starts from zeros.
       g_gamma, scale: as in `simple_gla_fwd`.
 
     Returns:
@@ -132,7 +132,7 @@ def decode_simple_gla_fused(
 
 
 def _decayed(g_gamma: jax.Array, scale: float | None) -> Step:
-    """One token of Lightning attention."""
+    """Return the step of one token of Lightning attention."""
     decay = jnp.exp(g_gamma.astype(jnp.float32))[:, None, None]
 
     def step(state: jax.Array, *row: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -147,10 +147,10 @@ def _decayed(g_gamma: jax.Array, scale: float | None) -> Step:
 def _scan(
     step: Step, states: jax.Array, starts: jax.Array, *columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Take `step` token by token, each with its sequence's state; what they read, and the states.
+    """Run `step` token by token on the state of its sequence; return the outputs and the states.
 
     Args:
-      step: from a state and a token's row of each column to `(state, out)`.
+      step: maps a state and a token's row of each column to `(state, out)`.
       states: [B, ...].
       starts: int32 [B + 1].
       *columns: [T, ...] each.

@@ -1,7 +1,7 @@
-"""Requests that sglang-jax would end its scheduler with, or answer as if a field were not there.
+"""Requests that would crash sglang-jax's scheduler, or of which it would ignore a field.
 
-They are refused where the host makes its own request of one, in the server's process: that one
-gets an error (HTTP 400), and the engine lives on. `values` has what is wrong of itself.
+jattn refuses them in the server's process, where the host makes its internal request from one. The
+client gets an error (HTTP 400), and the engine keeps running. `values` checks single values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from jattn import checks
 from jattn.integrations.sglang_jax import settings, values
 
-# Methods of the host's `TokenizerManager`, which send its scheduler what ends it.
+# Methods of the host's `TokenizerManager` that send its scheduler messages which crash it.
 UNSERVED = (
     "open_session",
     "close_session",
@@ -24,9 +24,10 @@ GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
 def enable() -> None:
-    """Check requests as the host's `TokenizerManager` makes them, and as OpenAI's clients ask.
+    """Check requests when the host's `TokenizerManager` makes them, and those of OpenAI clients.
 
-    What a client of OpenAI gives as `seed`, the host takes as `sampling_seed` and leaves out.
+    Also pass on the `seed` of OpenAI clients, which the host drops, as its `sampling_seed`, and
+    give each request of a batch its `extra_key`.
 
     Raises:
       ImportError: sglang-jax is not installed.
@@ -57,7 +58,7 @@ def enable() -> None:
                 made.rid not in manager.rid_to_state,
                 "rid",
                 str(made.rid),
-                "that of no request that is being answered: the host would mix the two",
+                "unused: the host would mix this request up with the running one",
             )
         return send(manager, given, made, *more, **options)
 
@@ -68,8 +69,8 @@ def enable() -> None:
         one, key = pick(batch, index), batch.extra_key
         with checks.checking("jattn.integrations.sglang_jax") as problems:
             fits = not isinstance(key, list) or index < len(key)
-            problems.require(fits, "extra_key", str(key), "a text, or one for each prompt")
-        one.extra_key = key[index] if isinstance(key, list) else key  # the host leaves it out
+            problems.require(fits, "extra_key", str(key), "a string, or one string per prompt")
+        one.extra_key = key[index] if isinstance(key, list) else key  # the host drops it
         return one
 
     validate = OpenAIServingBase._validate_request
@@ -90,7 +91,7 @@ def enable() -> None:
             return "lora_path: given, but must be left out of a chat: the host ignores it there"
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(request, name, None) == 0:
-                return f"{name}: 0, but must be at least 1: the host takes it for no limit"
+                return f"{name}: 0, but must be at least 1: the host reads it as no limit"
         found: str | None = validate(serving, request)
         return found
 
@@ -105,33 +106,33 @@ def enable() -> None:
 
 
 def _refused(name: str) -> Any:
-    """A method that refuses all calls."""
+    """Make a method that refuses all calls."""
 
     async def refuse(*given: object, **options: object) -> None:
         del given, options
         raise ValueError(
-            f"/{name}: called, but must not be: the host's scheduler has none, and ends"
+            f"/{name}: called, but must not be: the host's scheduler lacks it, and crashes"
         )
 
     return refuse
 
 
 def mend(params: settings.SamplingParams, ends: Iterable[int] | None) -> None:
-    """Set what the host's scheduler reads otherwise than its documentation says.
+    """Set the sampling parameters that the host's scheduler does not apply as documented.
 
     Args:
-      params: of a request.
-      ends: tokens that end an answer of the model.
+      params: the parameters of a request.
+      ends: the model's end tokens.
     """
     if params.top_k == 1:
-        params.temperature = 1.0  # log-probabilities are divided by it next to sampled requests
+        params.temperature = 1.0  # next to sampled requests it would change log-probabilities
     if params.min_new_tokens > 0 and not params.ignore_eos:
-        # Of the tokens that end an answer, the host holds back the tokenizer's and these.
+        # Up to min_new_tokens the host suppresses only the tokenizer's end tokens and these.
         params.stop_token_ids = {*(params.stop_token_ids or ()), *(ends or ())}
 
 
 def _with_seed(build: Any) -> Any:
-    """The host's function that makes parameters of sampling from a request of OpenAI's."""
+    """Wrap the host's function that makes sampling parameters from an OpenAI request."""
 
     @functools.wraps(build)
     def build_with_seed(serving: Any, request: Any, *more: Any, **options: Any) -> Any:
@@ -147,16 +148,16 @@ def check(
     vocabulary: int,
     adapter: str | None,
 ) -> None:
-    """Raise if a request asks for what sglang-jax does not do.
+    """Raise if a request asks for something that sglang-jax does not do.
 
     Args:
       request: `sgl_jax.srt.managers.io_struct.TokenizedGenerateReqInput`.
-      arguments: of the engine that is asked.
-      vocabulary: tokens of its model.
-      adapter: what the request names as `lora_path`.
+      arguments: the engine's settings.
+      vocabulary: number of tokens in the model's vocabulary.
+      adapter: the request's `lora_path`.
 
     Raises:
-      ValueError: every such field, with what it has to be.
+      ValueError: lists every such field, and what it must be.
     """
     params, algorithm = request.sampling_params, arguments.speculative_algorithm
     with checks.checking("jattn.integrations.sglang_jax") as problems:
@@ -164,7 +165,7 @@ def check(
             not (algorithm and (request.return_logprob or request.return_output_logprob_only)),
             "return_logprob (logprobs)",
             "given",
-            f"left out with --speculative-algorithm {algorithm}: the host has none for drafts",
+            f"left out with --speculative-algorithm {algorithm}: the host computes none",
         )
         problems.expect(
             not any((params.logit_bias or {}).values()),
@@ -183,7 +184,7 @@ def check(
             params.min_p == 0 or params.top_k == 1,
             "min_p",
             str(params.min_p),
-            "0: the host draws tokens that it excludes",
+            "0: the host samples tokens that it excludes",
         )
         problems.require(
             params.sampling_seed is None
@@ -191,26 +192,26 @@ def check(
             or arguments.enable_deterministic_sampling,
             "sampling_seed (seed)",
             str(params.sampling_seed),
-            "left out, or --enable-deterministic-sampling given: the host reads no seed without it",
+            "left out, or --enable-deterministic-sampling given: the host ignores seeds without it",
         )
         problems.require(
             not adapter or arguments.enable_lora,
             "lora_path",
             str(adapter),
-            "left out, or --enable-lora given: the host answers without it",
+            "left out, or --enable-lora given: the host would ignore the adapter",
         )
         seed = params.sampling_seed
         problems.require(
             seed is None or -(2**31) <= seed < 2**31,
             "sampling_seed (seed)",
             str(seed),
-            "from -2147483648 to 2147483647: the host keeps it in 32 bits, and ends",
+            "from -2147483648 to 2147483647: the host stores it in 32 bits, and crashes",
         )
         problems.require(
             params.n == 1 or params.top_k == 1 or not arguments.enable_deterministic_sampling,
             "n",
             str(params.n),
-            "1 with --enable-deterministic-sampling: the host draws the same answer n times",
+            "1 with --enable-deterministic-sampling: the host samples the same output n times",
         )
         _check_logprobs(problems, request, vocabulary)
         _check_grammar(problems, params, arguments)
@@ -221,7 +222,7 @@ def check(
 
 
 def _check_logprobs(problems: checks.Problems, request: settings.Request, vocabulary: int) -> None:
-    """Log-probabilities of tokens that there are."""
+    """Report log-probabilities of tokens that are not in the vocabulary."""
     count, tokens = request.top_logprobs_num or 0, request.token_ids_logprob or ()
     problems.require(
         0 <= count <= vocabulary,
@@ -238,27 +239,27 @@ def _check_logprobs(problems: checks.Problems, request: settings.Request, vocabu
 
 
 def _check_penalties(problems: checks.Problems, params: settings.SamplingParams) -> None:
-    """None that the host would apply a step late, where it schedules ahead."""
+    """Report penalties, which the host applies wrongly where it schedules a step ahead."""
     for name in ("frequency_penalty", "presence_penalty"):
         value = getattr(params, name)
         problems.require(
             value == 0,
             name,
             str(value),
-            "0, or --disable-overlap-schedule given: the host would not know of the last token, "
-            "and take one of the prompt for it",
+            "0, or --disable-overlap-schedule given: the host would not know the last token, "
+            "and would count one of the prompt instead",
         )
 
 
 def _check_grammar(
     problems: checks.Problems, params: settings.SamplingParams, arguments: settings.ServerArguments
 ) -> None:
-    """A grammar only where the host applies it, and to the right request."""
+    """Report a grammar that the host would not apply, or would apply to another request."""
     algorithm = arguments.speculative_algorithm
     if algorithm:
-        why = f"with --speculative-algorithm {algorithm}: the host accepts drafts without it"
+        why = f"with --speculative-algorithm {algorithm}: the host would not apply it"
     else:
-        why = "with --dp-size over 1: the host applies it to another request"
+        why = "with --dp-size over 1: the host would apply it to another request"
     for name in GRAMMARS:
         problems.require(
             getattr(params, name) is None or not (algorithm or arguments.dp_size > 1),
@@ -271,19 +272,19 @@ def _check_grammar(
 def _check_drafted(
     problems: checks.Problems, params: settings.SamplingParams, algorithm: str
 ) -> None:
-    """Nothing that the host reads where it samples, but not where it accepts drafts."""
+    """Report options that the host applies to sampled tokens, but not to draft tokens."""
     for name in ("frequency_penalty", "presence_penalty", "min_new_tokens"):
         value = getattr(params, name)
         problems.require(
             value == 0,
             name,
             str(value),
-            f"0 with --speculative-algorithm {algorithm}: the host accepts drafts without it",
+            f"0 with --speculative-algorithm {algorithm}: the host would not apply it",
         )
     problems.require(
         algorithm != "DFLASH" or params.top_k == 1,
         "temperature",
         str(params.temperature),
-        "0 (or top_k 1) with --speculative-algorithm DFLASH: the host takes greedy requests only, "
-        "and may end with others",
+        "0 (or top_k 1) with --speculative-algorithm DFLASH: the host supports greedy requests "
+        "only, and may crash with others",
     )

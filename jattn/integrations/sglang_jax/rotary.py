@@ -1,10 +1,10 @@
 """Rotary embeddings that sglang-jax misreads, or does not scale.
 
-Transformers 5 writes one dictionary `rope_parameters`. The host has version 4, and its models read
-`rope_theta`, `rope_scaling` and `partial_rotary_factor`: without them they take a base of their
-own, and no scaling.
+transformers 5 writes one dictionary, `rope_parameters`. The host has version 4, and its models read
+`rope_theta`, `rope_scaling` and `partial_rotary_factor`: without them they use a default base and
+no scaling. jattn sets these fields from the dictionary.
 
-The scaling of Llama 3.1 is in a method that the host does not call:
+The host implements the scaling of Llama 3.1 in a method that it never calls. jattn applies it:
 
     turns = original * frequency / (2 pi),  s = clip((turns - low) / (high - low), 0, 1)
     frequency = (s + (1 - s) / factor) * frequency
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-COUNTS_NUMBERS = ("minimax_m2",)  # models that read `rotary_dim`, of a head
-SEPARATE = ("rope_theta", "partial_rotary_factor")  # fields of their own in version 4
+COUNTS_NUMBERS = ("minimax_m2",)  # models that read `rotary_dim`, of each head
+SEPARATE = ("rope_theta", "partial_rotary_factor")  # separate fields in version 4
 
 
 def enable() -> None:
-    """Have the host read configurations with the fields of version 4, and scale as Llama 3.1 does.
+    """Give the host configurations with the fields of version 4, and Llama 3.1's scaling.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -38,7 +38,7 @@ def enable() -> None:
     def get_and_separate(*args: Any, **kwargs: Any) -> Any:
         config = get(*args, **kwargs)
         separate(config, kwargs.get("model_override_args") or {})
-        if hasattr(config, "text_config"):  # which `model_override_args` do not reach
+        if hasattr(config, "text_config"):  # `model_override_args` do not reach it
             separate(config.text_config, {})
         return config
 
@@ -60,13 +60,13 @@ def enable() -> None:
 def scaled(
     frequencies: np.ndarray, factor: float, low: float, high: float, original: int
 ) -> np.ndarray:
-    """Frequencies as Llama 3.1 has them: those that turn seldom in `original` tokens are divided.
+    """Scale frequencies as Llama 3.1: divide those with few turns in `original` tokens.
 
     Args:
       frequencies: in radians per token.
-      factor: to divide by.
-      low, high: turns up to which the whole factor is taken, and from which on none.
-      original: tokens that the model was first trained on.
+      factor: the divisor.
+      low, high: with up to `low` turns a frequency is divided in full, from `high` on not at all.
+      original: the context length that the model was first trained with.
     """
     turns = original * frequencies / (2 * math.pi)
     if low == high:
@@ -77,13 +77,13 @@ def scaled(
 
 
 def separate(config: object, given: Mapping[str, object]) -> None:
-    """Set the fields of version 4 from `rope_parameters`, but for those that the user gave.
+    """Set the fields of version 4 from `rope_parameters`, except those that the user gave.
 
-    Where layers of several kinds have parameters each, nothing is set: Gemma 4 reads those, and
-    `refusals` refuses other models.
+    If several kinds of layers have their own parameters, set nothing: Gemma 4 reads those, and
+    `unread` refuses other models.
 
     Args:
-      config: of transformers.
+      config: a configuration of transformers.
       given: the user's `--json-model-override-args`.
     """
     parameters = getattr(config, "rope_parameters", None)

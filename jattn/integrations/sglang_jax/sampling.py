@@ -1,7 +1,8 @@
-"""How sglang-jax samples a token: by the temperature first, and the likeliest one if it is greedy.
+"""Sampling in sglang-jax: temperature before `top_p`, and the first of the most likely tokens.
 
-The host cuts `top_p` before it divides by the temperature, which keeps other tokens. Where two
-tokens are equally likely, a greedy request next to a sampled one gets either.
+The host cuts by `top_p` before it divides by the temperature, which keeps the wrong tokens. If two
+tokens are equally likely, a greedy request in a batch with a sampled one gets either. jattn divides
+by the temperature first, and gives greedy requests the argmax.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 
 def enable() -> None:
-    """Put it in the place of the host's function, the one that does not sort.
+    """Wrap the host's sampling function, the one that does not sort.
 
     Raises:
       ImportError: sglang-jax is not installed, or is another version.
@@ -37,6 +38,6 @@ def enable() -> None:
 
 
 def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x`, split over devices as `other` is, whose type says how where the host has a mesh."""
+    """Return `x`, sharded as `other` is if the host has a mesh."""
     sharding = jax.typeof(other).sharding
     return x if sharding.mesh.empty else jax.sharding.reshard(x, sharding)

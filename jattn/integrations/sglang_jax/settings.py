@@ -1,4 +1,4 @@
-"""The fields of sglang-jax's model runner that jattn reads: it does not import the classes."""
+"""The fields of sglang-jax's objects that jattn reads: it does not import the classes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SamplingParams(Protocol):
 
 
 class Given(Protocol):
-    """`sgl_jax.srt.managers.io_struct.GenerateReqInput`, which a request is made of."""
+    """`sgl_jax.srt.managers.io_struct.GenerateReqInput`, which a request is made from."""
 
     lora_id: str | None
     lora_path: str | None

@@ -1,8 +1,8 @@
 """Block tables of sglang-jax's steps, as wide as the longest sequence of their own engine.
 
-The host's kernels are functions of modules, which all engines of a process share; the backends
-that call them belong to an engine each. So a backend keeps its engine's longest sequence, and
-`bind` tells it to the kernel while the backend runs.
+The host's kernels are functions of modules, which all engines of a process share, but every engine
+has its own backends that call them. So a backend stores the length of its engine's longest
+sequence, and `bind` passes it to the kernel while the backend runs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jattn.integers import ceil_div
 
 Result = TypeVar("Result")
-FIELD = "jattn_max_seq_len"  # of a backend: static, and kept when it goes through jit
+FIELD = "jattn_max_seq_len"  # attribute of a backend: static, and kept through jit
 _longest: contextvars.ContextVar[int] = contextvars.ContextVar("longest sequence")
 
 
 def bind(backend: type) -> None:
-    """Let a backend's class tell the kernels inside a call how long its sequences get.
+    """Make a backend's class tell the kernels inside a call how long its sequences get.
 
     Args:
       backend: `FlashAttention` or `MLAAttentionBackend`, whose objects have `FIELD`.
@@ -42,7 +42,7 @@ def bind(backend: type) -> None:
 
 
 def bound(kernel: Callable[..., Result]) -> Callable[..., Result]:
-    """`kernel` with the `max_seq_len` of the backend that calls it."""
+    """Wrap `kernel` to pass the `max_seq_len` of the backend that calls it."""
 
     @functools.wraps(kernel)
     def call(*arguments: Any, **options: Any) -> Result:
@@ -54,7 +54,7 @@ def bound(kernel: Callable[..., Result]) -> Callable[..., Result]:
 def tables_of(
     page_indices: jax.Array, cu_kv_lens: jax.Array, page_size: int, max_seq_len: int
 ) -> jax.Array:
-    """Block tables [B, M] from the pages of all sequences, one sequence after another."""
+    """Return block tables [B, M] for the pages of all sequences, one sequence after another."""
     width = min(page_indices.shape[0], ceil_div(max_seq_len, page_size))
     columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     return page_indices.at[columns].get(mode="clip")

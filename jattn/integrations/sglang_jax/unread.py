@@ -1,4 +1,4 @@
-"""What a model's configuration asks for and sglang-jax leaves out: its answers would be others."""
+"""What a model's configuration asks for and sglang-jax ignores, so its outputs would be wrong."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable
 from jattn import checks
 from jattn.integrations.sglang_jax import settings
 
-# Fields of a model's configuration that the host does not read, and what they are of.
+# Fields of a model's configuration that the host does not read, and what they ask for.
 UNREAD = {
     "num_kv_shared_layers": "layers that share keys and values",
     "hidden_size_per_layer_input": "embeddings per layer",
 }
-# Models that the host computes as Llama.
+# Models that the host runs as Llama.
 LLAMAS = ("LlamaForCausalLM", "Phi3ForCausalLM", "InternLM3ForCausalLM")
-# Models that the host computes with one activation.
+# Models for which the host has only one activation.
 QWENS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-# How the names of models begin whose windows the host computes.
+# Name prefixes of the models for which the host has sliding windows.
 WITH_WINDOWS = ("Gemma2", "Gemma4", "MiMoV2")
-# Models of Ling without linear attention.
+# Ling models without linear attention.
 LING = ("BailingMoeForCausalLM", "BailingMoEForCausalLM", "BailingMoeV2ForCausalLM")
-# Models whose rotary embeddings the host does not scale.
+# Name prefixes of the models whose rotary embeddings the host does not scale.
 UNSCALED = (
     *LING,
     "DFlash",
@@ -37,7 +37,7 @@ Require = Callable[[bool, str, str], None]
 
 
 def check(problems: checks.Problems, model: settings.ModelConfig) -> None:
-    """Note what a model's configuration asks for and the host's model does not do."""
+    """Report what a model's configuration asks for and the host's model does not do."""
     text = model.hf_text_config
     names: list[str] = getattr(model.hf_config, "architectures", None) or []
 
@@ -50,7 +50,7 @@ def check(problems: checks.Problems, model: settings.ModelConfig) -> None:
             count == 0,
             "--model-path",
             f"a model with {name}={count}",
-            f"one without (Gemma 4 26B and 31B): the host computes none of its {what}",
+            f"one without (Gemma 4 26B and 31B): the host does not compute the model's {what}",
         )
     window = getattr(text, "sliding_window", None) or 0
     problems.require(
@@ -61,26 +61,26 @@ def check(problems: checks.Problems, model: settings.ModelConfig) -> None:
         or any(name.startswith(WITH_WINDOWS) for name in names),
         "--context-length",
         str(model.context_len),
-        f"at most {window}, the sliding window of {', '.join(names)}, which the host does not have",
+        f"at most {window}, the sliding window of {', '.join(names)}, which the host ignores",
     )
     quantized = getattr(model.hf_config, "quantization_config", None)
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
     require(
         not quantized or model.quantization_config is not None,
         f"weights quantized by {method}",
-        "one that is not: the host reads them as if they were not",
+        "one with unquantized weights: the host reads these as if they were",
     )
     require(
         "DeepseekV2ForCausalLM" not in names or hasattr(text, "scoring_func"),
         "no scoring_func",
-        'one with "scoring_func": "softmax" in its config.json: the host takes sigmoid',
+        'one with "scoring_func": "softmax" in its config.json: the host defaults to sigmoid',
     )
     _check_layers(require, text, names)
     _check_rotary(require, text, names)
 
 
 def _check_layers(require: Require, text: object, names: list[str]) -> None:
-    """Note biases and activations that the host's layers do not have."""
+    """Report biases and activations that the host's layers lack."""
     is_llama = any(name in LLAMAS for name in names)
     require(
         not (is_llama and getattr(text, "mlp_bias", False)),
@@ -91,7 +91,7 @@ def _check_layers(require: Require, text: object, names: list[str]) -> None:
     require(
         act in ("silu", "swish") or not (is_llama or any(name in QWENS for name in names)),
         f"hidden_act={act}",
-        "one with silu: the host computes no other",
+        "one with silu: the host has no other",
     )
     for name in ("use_qkv_bias", "use_bias"):
         require(
@@ -102,12 +102,12 @@ def _check_layers(require: Require, text: object, names: list[str]) -> None:
 
 
 def _check_rotary(require: Require, text: object, names: list[str]) -> None:
-    """Note rotary embeddings that the host computes otherwise."""
+    """Report rotary embeddings that the host computes differently."""
     part = getattr(text, "partial_rotary_factor", None) or 1
     require(
         part == 1 or not any(name in LLAMAS for name in names),
         f"partial_rotary_factor={part}",
-        "one without: the host rotates whole heads",
+        "one without: the host always rotates whole heads",
     )
     scaling = getattr(text, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

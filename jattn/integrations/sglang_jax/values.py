@@ -1,7 +1,7 @@
-"""Values of a request that end sglang-jax's scheduler, or that it takes for others.
+"""Values of a request that crash sglang-jax's scheduler, or that it misreads.
 
-The host reads requests in the server's process and follows them in the scheduler's, where a value
-of another type, or one that does not fit its arrays, ends it for all requests.
+The host parses requests in the server's process and runs them in the scheduler's. There a value of
+the wrong type, or one that does not fit the host's arrays, crashes the scheduler for all requests.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ FLOAT, INTEGER = float(np.finfo(np.float32).max), int(np.iinfo(np.int32).max)
 def check(
     request: settings.Request, given: settings.Given, manager: settings.TokenizerManager
 ) -> None:
-    """Raise if a request has a value that the host does not take.
+    """Raise if a request has a value that the host cannot handle.
 
     Args:
       request: `sgl_jax.srt.managers.io_struct.TokenizedGenerateReqInput`.
-      given: what it was made of, `GenerateReqInput`.
-      manager: what made it, `TokenizerManager`.
+      given: the `GenerateReqInput` it was made from.
+      manager: the `TokenizerManager` that made it.
 
     Raises:
-      ValueError: every such field, with what it has to be.
+      ValueError: lists every such field, and what it must be.
     """
     with checks.checking("jattn.integrations.sglang_jax") as problems:
         _check_types(problems, request)
@@ -38,7 +38,7 @@ def check(
 
 
 def _check_types(problems: checks.Problems, request: settings.Request) -> None:
-    """Note what is a list, or of another type, where a request alone has one value."""
+    """Report lists and wrong types in fields where one request has one value."""
     params = request.sampling_params
     integers = {
         "logprob_start_len": request.logprob_start_len,
@@ -57,7 +57,7 @@ def _check_types(problems: checks.Problems, request: settings.Request) -> None:
 
 
 def _check_prompt(problems: checks.Problems, request: settings.Request, vocabulary: int) -> None:
-    """Note a prompt of nothing, or of tokens that there are not."""
+    """Report an empty prompt, or tokens outside the vocabulary."""
     tokens = request.input_ids
     if tokens is None or request.mm_inputs is not None:
         return
@@ -65,27 +65,27 @@ def _check_prompt(problems: checks.Problems, request: settings.Request, vocabula
         len(tokens) > 0,
         "input_ids (text, prompt)",
         "no tokens",
-        "one token at least: the host would go on with the prompt of another request",
+        "one token at least: the host would continue the prompt of another request",
     )
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
     problems.require(
         wrong is None,
         "input_ids (prompt)",
         f"with {wrong}",
-        f"tokens from 0 to {vocabulary - 1}: the host would take others for those outside",
+        f"tokens from 0 to {vocabulary - 1}: the host would read others in their place",
     )
 
 
 def _check_sizes(
     problems: checks.Problems, params: settings.SamplingParams, request: settings.Request
 ) -> None:
-    """Note numbers that do not fit the host's arrays."""
+    """Report numbers that do not fit the host's arrays."""
     temperature = params.temperature
     problems.require(
         -math.inf < temperature <= FLOAT,
         "temperature",
         str(temperature)[:40],
-        f"at most {FLOAT:.3g}: the host keeps it in float32",
+        f"at most {FLOAT:.3g}: the host stores it in float32",
     )
     for name, value in (
         ("top_k", params.top_k),
@@ -95,20 +95,20 @@ def _check_sizes(
             value <= INTEGER,
             name,
             str(value)[:40],
-            f"at most {INTEGER}: the host keeps it in 32 bits, and ends",
+            f"at most {INTEGER}: the host stores it in 32 bits, and crashes",
         )
     problems.require(
         (params.stream_interval or 0) >= 0,
         "stream_interval",
         str(params.stream_interval),
-        "at least 1: the host sends no part of the answer",
+        "at least 1: the host would stream no part of the output",
     )
     start = request.logprob_start_len
     problems.require(
         start is None or start >= -1,
         "logprob_start_len",
         str(start),
-        "at least 0, or -1 for none of the prompt: the host ends",
+        "at least 0, or -1 for none of the prompt: the host crashes",
     )
 
 
@@ -118,16 +118,16 @@ def _check_settings(
     given: settings.Given,
     arguments: settings.ServerArguments,
 ) -> None:
-    """Note what an engine of these settings ends with."""
+    """Report fields that crash an engine with these settings."""
     params = request.sampling_params
     problems.require(
         not request.return_routed_experts or arguments.enable_return_routed_experts,
         "return_routed_experts",
         "given",
-        "left out, or --enable-return-routed-experts given: the host ends without it",
+        "left out, or --enable-return-routed-experts given: the host crashes without it",
     )
     if arguments.skip_tokenizer_init:
-        wanted = "with --skip-tokenizer-init: the host ends without a tokenizer"
+        wanted = "with --skip-tokenizer-init: the host crashes without a tokenizer"
         problems.require(not params.stop_strs, "stop", str(params.stop_strs), f"left out {wanted}")
         problems.require(
             params.min_new_tokens == 0,
@@ -139,11 +139,11 @@ def _check_settings(
         request.bootstrap_room is None or arguments.disaggregation_mode != "null",
         "bootstrap_room",
         str(request.bootstrap_room),
-        "left out with --disaggregation-mode null: the host ends if the prompt has several chunks",
+        "left out with --disaggregation-mode null: the host crashes if a prompt has several chunks",
     )
     problems.require(
         not given.lora_id or bool(given.lora_path),
         "lora_id",
         str(given.lora_id),
-        "left out, and lora_path given: the host knows only the ids that it has made",
+        "left out, and lora_path given instead: the host knows only ids that it assigned",
     )

@@ -1,7 +1,7 @@
-"""sglang-jax's own writes to its caches, apart from attention, without TPUs.
+"""sglang-jax's writes to its caches outside attention, without TPUs.
 
-Drafts of blocks (DFLASH) have keys and values made of the model's hidden states, which no query
-goes with: the host writes them by a kernel for TPUs.
+Draft models for blocks of tokens (DFLASH) make keys and values from the served model's hidden
+states, without queries. The host writes them with a TPU kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def update_fused_kv_cache_vectorized(
       fused_kv: [T, 1, 2 K / pack, pack, D].
       loc: int32 [T]; the slot of each row, -1 for none.
       kv_cache: [N, S, 2 K / pack, pack, D].
-      page_size: not needed.
+      page_size: ignored.
       kv_partition_axis, data_partition_axis: axes of the mesh, of heads and of tokens and pages.
       mesh: the devices.
 
