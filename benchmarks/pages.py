@@ -43,6 +43,7 @@ PRODUCTS = {
 FORMAT_SPEED = {
     (machine, version): tables.RESULTS / f"{name}-jax{version}.jsonl"
     for machine, name in (
+        ("Zen 5", "2026-11-30-format-speed-zen5"),
         ("Zen 4", "2026-11-28-format-speed-zen4"),
         ("Xeon with AMX", "2026-11-22-format-speed"),
         ("Zen 3", "2026-11-25-format-speed-zen3"),
@@ -51,6 +52,7 @@ FORMAT_SPEED = {
 }
 FORMAT_SPEED_AVX512 = tables.RESULTS / "2026-11-26-format-speed-avx512-zen4-jax0.12.jsonl"
 WRITING = {
+    "Zen 5": tables.RESULTS / "2026-11-30-writing-zen5-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-29-writing-zen4-jax0.12.jsonl",
     "Zen 3": tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl",
     "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
@@ -177,9 +179,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/performance-formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
+        "speed table, Zen 5": lambda: speed_table("Zen 5"),
         "speed table, Zen 4": lambda: speed_table("Zen 4"),
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
         "speed table, Zen 3": lambda: speed_table("Zen 3"),
+        "writing table, Zen 5": lambda: table_of(WRITING["Zen 5"], writing_table),
         "writing table, Zen 4": lambda: table_of(WRITING["Zen 4"], writing_table),
         "writing table, Zen 3": lambda: table_of(WRITING["Zen 3"], writing_table),
         "writing table, Xeon with AMX": lambda: table_of(WRITING["Xeon with AMX"], writing_table),

@@ -4,7 +4,7 @@
                                    [--variant NAME ...] [--json FILE]
 
 Three workloads, 16 query heads over 4 KV heads, blocks of 128, bfloat16: decode of 8 sequences of
-4,096 tokens, the same with 8 drafted tokens each, and prefill of 2,048. Every result is compared
+4,096 tokens, the same with 8 draft tokens each, and prefill of 2,048. Every result is compared
 with attention written out in NumPy before it is timed. All variants of a workload take turns in one
 process. A line has the median CPU seconds of a call, its ratio to the plain call (below 1 the
 variant is faster), and two shares of the plain call's work: visible pairs of query and key, and

@@ -33,7 +33,10 @@ ZEN4_FILES = {
     "0.10": RESULTS / "2026-11-28-cpu-native-zen4-jax0.10.jsonl",
 }
 # The same on a Zen 5, which computes 512 bits at a time.
-ZEN5_FILES = {"0.12": RESULTS / "2026-11-30-cpu-native-zen5-jax0.12.jsonl"}
+ZEN5_FILES = {
+    version: RESULTS / f"2026-11-30-cpu-native-zen5-jax{version}.jsonl"
+    for version in ("0.12", "0.10")
+}
 # The same on a Zen 3, which has no AVX-512.
 ZEN3_FILES = {
     "0.12": RESULTS / "2026-11-29-cpu-native-zen3-jax0.12.jsonl",
@@ -80,7 +83,7 @@ FORMATS = {
 }
 CALLS = {
     "decode": "decode of 8 x 4,096",
-    "drafts": "8 x 8 drafted tokens at 4,096",
+    "drafts": "8 x 8 draft tokens at 4,096",
     "prefill": "prefill of 2,048",
 }
 

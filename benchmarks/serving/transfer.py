@@ -117,7 +117,7 @@ def line(row: dict) -> str:
 
 def page_table(rows: Iterable[dict]) -> str:
     """Write the table of docs/disaggregation.md: a line for each length."""
-    heads = ["tokens", "KiB a token", "read here", "answer of the other server", "fetch", "put"]
+    heads = ["tokens", "KiB a token", "prefill here", "response from there", "fetch", "put"]
     lines = [[*heads, "fetch and put, of reading"]]
     for row in rows:
         times = (f"{row[f'{name}_ms']:,.0f} ms" for name in ("here", "there", "fetch", "put"))

@@ -67,6 +67,7 @@ def kv_bytes_per_token(
         `num_kv_heads`, `value_dim` and `tensor_parallel` then have no effect.
       tensor_parallel: ranks that share the heads.
 
+    Returns: bytes, an integer.
     Raises: `ValueError` for a dtype, head count or head size that has no such layout.
 
     >>> kv_bytes_per_token(2, 128)

@@ -143,20 +143,23 @@ def test_decodes_of_formats_with_both_versions_of_jax():
         return f"{report.geometric_mean(old / new for old, new in zip(*times, strict=True)):.2f}"
 
     assert (
-        f"with JAX 0.10 the decodes take {mean('Zen 4')} times as long in the geometric mean on "
-        f"the Zen 4, {mean('Xeon with AMX')} times on the Xeon and {mean('Zen 3')} times on the "
-        "Zen 3"
+        f"with JAX 0.10 the decodes take {mean('Zen 5')} times as long in the geometric mean on "
+        f"the Zen 5, {mean('Zen 4')} times on the Zen 4, {mean('Xeon with AMX')} times on the Xeon "
+        f"and {mean('Zen 3')} times on the Zen 3"
     ) in words("performance-formats.md")
 
 
 def test_decodes_of_formats_with_avx512_bf16():
-    rows = [
-        row
-        for version in ("0.10", "0.12")
-        for row in tables.read_lines(pages.FORMAT_SPEED["Zen 4", version])
-    ]
+    zen5, rows = (
+        [
+            row
+            for version in ("0.10", "0.12")
+            for row in tables.read_lines(pages.FORMAT_SPEED[machine, version])
+        ]
+        for machine in ("Zen 5", "Zen 4")
+    )
 
-    def span(stem: str) -> str:
+    def span(stem: str, rows: list[dict] = rows) -> str:
         """bfloat16's time over the format's, least and most."""
         found = [row["ratio"] for row in rows if row["format"].startswith(stem)]
         return f"{min(found):.1f} to {max(found):.1f}"
@@ -167,12 +170,14 @@ def test_decodes_of_formats_with_avx512_bf16():
         if older["format"] == newer["format"] == "bfloat16"
     ]
     assert (
-        f"with JAX 0.10 and 0.12 bfloat16 took {wide[0]} ms at D = 128, {wide[1]} at 256, "
-        f"{wide[2]} at 512"
+        f"on the Zen 4, with JAX 0.10 and 0.12, bfloat16 took {wide[0]} ms at D = 128, {wide[1]} "
+        f"at 256, {wide[2]} at 512"
     ) in words("performance-formats.md")
     assert (
         f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
-        f"{span('int4')} times, NVFP4 {span('nvfp4')} times"
+        f"{span('int4')} times, NVFP4 {span('nvfp4')} times; on a Zen 5 fp8 {span('fp8', zen5)} "
+        f"times, int8 {span('int8', zen5)} times, int4 {span('int4', zen5)} times, NVFP4 "
+        f"{span('nvfp4', zen5)} times."
     ) in words("performance-formats.md")
 
 
@@ -180,33 +185,42 @@ def test_goals_of_formats():
     goals = {"fp8": 1.7, "int4": 2.5, "nvfp4": 2.5}
     shared = {
         machine: tables.read_lines(pages.FORMAT_SPEED[machine, "0.12"])
-        for machine in ("Zen 4", "Xeon with AMX", "Zen 3")
+        for machine in ("Zen 5", "Zen 4", "Xeon with AMX", "Zen 3")
     }
-    alone = [
-        tables.read_lines(file)
-        for file in sorted(tables.RESULTS.glob("*-format-speed-16-kv-heads-*.jsonl"))
-    ]
+    alone = {
+        machine: tables.read_lines(file)
+        for machine in ("zen5", "zen4", "zen3")
+        for file in tables.RESULTS.glob(f"*-format-speed-16-kv-heads-{machine}-*.jsonl")
+    }
 
     def met(rows: list[dict], stem: str) -> list[bool]:
         found = [row for row in rows if row["format"].startswith(stem)]
         assert found
         return [row["ratio"] >= goals[stem] for row in found]
 
-    assert [met(shared["Zen 4"], "fp8").count(True), len(met(shared["Zen 4"], "fp8"))] == [8, 9]
-    for machine, rows in shared.items():
-        assert machine == "Zen 4" or not any(met(rows, "fp8"))
-        assert not any(met(rows, "int4") + met(rows, "nvfp4"))
-    assert len(alone) == 2
-    for rows in alone:
-        assert met(rows, "int4") == [True]
-        assert met(rows, "nvfp4") == [False]
+    fp8 = {machine: met(rows, "fp8") for machine, rows in shared.items()}
+    assert {machine: each.count(True) for machine, each in fp8.items() if any(each)} == {
+        "Zen 5": 9,
+        "Zen 4": 8,
+    }
+    assert {len(each) for each in fp8.values()} == {9}
+    assert met(shared["Zen 5"], "int4") == [False, True, True]  # D = 128, 256, 512
+    assert not any(met(rows, "int4")[0] for rows in shared.values())
+    assert not any(any(met(shared[each], "int4")) for each in shared if each != "Zen 5")
+    assert not any(any(met(rows, "nvfp4")) for rows in shared.values())
+    assert set(alone) == {"zen5", "zen4", "zen3"}
+    for machine, rows in alone.items():
+        assert all(met(rows, "int4"))
+        assert set(met(rows, "nvfp4")) == {machine == "zen5"}
         assert all(met([row for row in rows if not row["format"].endswith("token")], "fp8"))
-    mib = {row["format"]: row["kv_mib"] for row in alone[0]}
+    mib = {row["format"]: row["kv_mib"] for row in alone["zen4"]}
     promised = [mib["bfloat16"] / mib[name] for name in ("fp8_e4m3", "int4_zero", "nvfp4")]
     assert "whose bytes alone would allow {:.0f}, {:.1f} and {:.1f}.".format(*promised) in words(
         "performance-formats.md"
     )
-    assert "fp8 meets its goal in 8 of 9 rows on the Zen 4" in words("performance-formats.md")
+    assert "fp8 meets its goal in every row on the Zen 5 and in 8 of 9 on the Zen 4" in words(
+        "performance-formats.md"
+    )
 
 
 def test_decodes_of_formats_without_avx512():
