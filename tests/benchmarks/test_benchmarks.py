@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: whole runs, refusal of wrong results, what is recorded."""
+"""The CPU benchmarks: whole runs, wrong results that are never timed, and what a run records."""
 
 import collections
 import contextlib
@@ -37,7 +37,7 @@ few_copies = support.few_copies  # the fixture
 
 
 class Peer(Clock):
-    """Talks as the peer does, and gives this result."""
+    """Stands in for the peer, and returns a given result."""
 
     def __init__(self, result):
         super().__init__([], "peer", 1.0)
@@ -99,7 +99,7 @@ def test_the_peer_is_checked_before_it_is_timed():
     assert peer.log == []
 
 
-def test_a_peer_that_ends_while_it_is_timed_costs_its_own_time_only():
+def test_a_peer_that_dies_while_it_is_timed_loses_only_its_own_time():
     class Mortal(Peer):
         def run(self, count):
             raise worker.WorkerError("it ended with -11: without a reason")
@@ -140,7 +140,7 @@ def test_a_python_without_the_peer_says_why(tmp_path):
         peer_vllm.connect(str(python))
 
 
-def test_a_worker_that_ended_between_two_commands(tmp_path):
+def test_a_worker_that_ended_between_two_commands_is_reported(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nread command\necho '{\"ok\": {}}'\n")
     python.chmod(0o755)
@@ -163,7 +163,7 @@ def test_results_say_which_machine_they_are_from(module, monkeypatch, tmp_path):
     for _ in range(2):
         module.main(["--json", str(file)])
     runs = [json.loads(line)["kind"] for line in file.read_text().splitlines()].count("run")
-    assert runs in (2, 4, 6)  # of two commands, each of up to three head sizes
+    assert runs in (2, 4, 6)  # of two commands, each with up to three head sizes
     run = json.loads(file.read_text().splitlines()[0])
     assert run["kind"] == "run"
     assert run.keys() >= {"date", "cpu", "cores", "last_level_cache", "jattn", "jax", "numpy"}
@@ -171,7 +171,7 @@ def test_results_say_which_machine_they_are_from(module, monkeypatch, tmp_path):
 
 
 def test_committed_results_say_which_machine_they_are_from():
-    """Those of 2026-11-25 and later; the records of a run were shorter before."""
+    """Only results of 2026-11-25 and later: earlier runs recorded less."""
     for file in tables.RESULTS.glob("*.jsonl"):
         if file.name >= "2026-11-25":
             run = json.loads(file.read_text().splitlines()[0])
@@ -181,7 +181,7 @@ def test_committed_results_say_which_machine_they_are_from():
 
 @pytest.mark.slow
 def test_formats_are_measured_where_float32_is_right(monkeypatch):
-    """On a little text: fewer bits cost more, and no line is given where float32 caches are off."""
+    """On a short text, fewer bits cost more; no figures are given if float32 caches are wrong."""
     fine, coarse = formats.measure("byte-gemma", ["bfloat16", "int4"], 2)
     assert fine.num_tokens == 2 * formats.LENGTH
     assert 0 < 10 * fine.rms_error < coarse.rms_error
@@ -195,7 +195,7 @@ def test_formats_are_measured_where_float32_is_right(monkeypatch):
 
 @pytest.mark.slow
 def test_masks_are_measured_where_they_are_right(monkeypatch):
-    """A variant compares and counts the keys that its description says it sees."""
+    """Each variant is checked with, and counts, exactly the keys that it is described to see."""
     monkeypatch.setitem(masks.WORKLOADS, "decode", masks.Workload(2, 1, 1024))
     rows = {row["variant"]: row for row in masks.measure("decode", 64, 1, ["selected_blocks"])}
     assert list(rows) == ["plain", "selected_blocks"]
@@ -227,12 +227,12 @@ def test_wrong_options_are_refused_before_anything_is_measured(module, arguments
     assert reason in capsys.readouterr().err
 
 
-def test_names_of_masks_are_those_of_the_variants():
+def test_every_variant_of_masks_can_be_named():
     found = {v.name for kind in ("decode", "drafts") for v in masks.variants(kind)}
     assert found == {"plain", *masks.VARIANTS}
 
 
-def test_calls_in_turn_begin_with_another_and_have_other_numbers():
+def test_each_round_starts_with_another_call_and_numbers_go_on():
     log = []
     calls = {name: lambda n, name=name: log.append((name, n)) for name in "abc"}
     format_speed.medians(calls, 2)
@@ -288,7 +288,7 @@ def test_the_loop_of_multiply_adds_counts_what_it_does(capsys):
         loop = arithmetic_peak._loop()
     except (build.BuildError, OSError) as error:
         pytest.skip(f"no C++ compiler: {error}")
-    # Twelve vectors each gain 2^-24 in every step, or twice 2^-23 of pairs.
+    # Each of twelve vectors gains 2^-24 in every step, or 2 * 2^-23 if it adds pairs.
     assert loop.multiply_and_add(2**10, 0) == 12 * 2**-14
     numbers = loop.operations_of_a_step(0) // 2
     assert numbers in (48, 96, 192)
@@ -306,7 +306,7 @@ def test_the_pool_of_random_reads_has_runs_for_every_core(monkeypatch):
     assert random_reads.default_pool_bytes() // longest // 200 >= max(random_reads.STREAMS)
 
 
-def test_elsewhere_than_on_linux_one_error_says_so(monkeypatch):
+def test_outside_linux_one_error_says_so(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     with pytest.raises(SystemExit, match="the benchmarks need Linux, but this is "):
         timing.num_cores()

@@ -1,4 +1,4 @@
-"""The environment of the peer on CPUs is the one that vLLM gives its workers."""
+"""The CPU peer runs with the environment that vLLM gives its workers."""
 
 from benchmarks.cpu import binding
 
@@ -13,13 +13,13 @@ def test_a_thread_on_each_core_is_bound_as_vllm_binds_it():
     assert (other["OMP_PLACES"], other["OMP_PROC_BIND"]) == ("{1,3}", "true")
 
 
-def test_of_each_core_the_last_allowed_processor_counts(tmp_path):
+def test_the_last_allowed_processor_of_each_core_is_used(tmp_path):
     for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
         (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{siblings}\n")
     assert binding.one_cpu_per_core(range(4), tmp_path) == [2, 3]
     assert binding.one_cpu_per_core([0, 1, 3], tmp_path) == [0, 3]
-    assert binding.one_cpu_per_core([5, 4], tmp_path) == [4, 5]  # it does not say
+    assert binding.one_cpu_per_core([5, 4], tmp_path) == [4, 5]  # without a topology
 
 
 def test_torchs_openmp_is_preloaded(tmp_path):

@@ -1,4 +1,4 @@
-"""The GPU benchmark where there is no GPU: workloads, floors, rows, peers, checks of results."""
+"""The GPU benchmark, without a GPU: workloads, floors, rows, timing loops, checks of results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def small_data() -> gpu_data.Data:
 
 @pytest.mark.extended
 def test_results_are_checked():
-    """What runs here passes the check; the output of another table and a scaled one do not."""
+    """The right output passes; a scaled one, NaN and the output of another table do not."""
     data = small_data()
     first, other = (gpu_data.expected_rows(SMALL, data, t) for t in np.asarray(data.tables[:2]))
     rows = np.asarray(gpu_data.sampled_tokens(SMALL))
@@ -102,7 +102,7 @@ def test_time_loop_runs_every_table():
     assert sorted(seen) == sorted([0, 1, 2] * 3)
 
 
-def test_a_chain_runs_every_copy_after_the_last():
+def test_a_chain_runs_one_copy_after_another():
     seen = []
 
     def step(query, scale, copy):
@@ -119,7 +119,7 @@ def test_a_chain_runs_every_copy_after_the_last():
         gpu_timing.chain_of(lambda query, _, copy: query[:1])(ones, None, copies)
 
 
-def test_no_gpu_is_said(capsys):
+def test_a_missing_gpu_is_reported(capsys):
     assert gpu.main(["--filter", "q1s8k"]) == 2
     assert gpu.main(["--filter", "nothing"]) == 2
     assert "not a GPU" in capsys.readouterr().err
@@ -143,8 +143,8 @@ def compiled_text(run, *arrays):
 
 
 @pytest.mark.extended
-def test_the_loops_of_the_ceilings_stay():
-    """XLA, which compiles them for a GPU, finds nothing in them that it could leave out."""
+def test_the_loops_of_the_ceilings_survive_compilation():
+    """XLA, compiling for a GPU, keeps the loops and what they read or multiply."""
     ptx_kernels.needs_compiler()
     words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.int32), jnp.zeros((4,), jnp.int32)
     for name, reader in gpu_readers.readers(machine.Machine(90, 132)).items():
@@ -159,7 +159,7 @@ def test_the_loops_of_the_ceilings_stay():
 
 @pytest.mark.extended
 def test_readers_read_every_word():
-    """Wherever the largest word of a half lies; Triton's as compiled, 16 bytes at a time."""
+    """Each finds the largest word of a half anywhere; Triton's runs as PTX, 16 bytes at a time."""
     words = 3 * gpu_readers.ROW
     for at in (0, words // 2 + 1, words - 1):
         numbers = np.asarray(gpu_rows.random_words(words)) >> 8
@@ -196,7 +196,7 @@ def test_readers_read_every_word():
     "implementation", ["triton", pytest.param("mosaic_gpu", marks=pytest.mark.newer)]
 )
 def test_calls_are_timed_in_one_graph(implementation, tmp_path):
-    """The calls on all copies are commands of one buffer, with nothing between them."""
+    """The calls on all copies become one command buffer, with nothing between them."""
     ptx_kernels.needs_compiler()
     if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11, 2):
         pytest.skip("Mosaic GPU's kernels need jax 0.11.2")
@@ -212,13 +212,14 @@ def test_calls_are_timed_in_one_graph(implementation, tmp_path):
     buffer, *commands = thunks(3)
     assert "kCommandBuffer" in buffer
     assert all(line.startswith(" ") for line in commands)
-    # Of three calls, XLA makes what depends on constants alone once.
+    # XLA computes what depends only on constants once for all three calls.
     assert 2 * len(one) < len(commands) <= 3 * len(one)
     assert str(commands).count("kCustomCall ") == 3 * str(one).count("kCustomCall ") > 0
 
 
 def test_occupancy():
-    """By hand: 65,536 registers hold two programs of 256 threads with 128; 227 KiB one of 150."""
+    """By hand: 65,536 registers hold two programs of 256 threads with 128 registers each, and
+    227 KiB of shared memory hold one of 150 KiB."""
     h200 = gpu_targets.GPUS[90]
     assert gpu_targets.occupancy(h200, 256, 128, 1024) == (2, "registers")
     assert gpu_targets.occupancy(h200, 128, 64, 150 * 1024) == (1, "shared memory")

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, without one: its order, bounds and second runs; what it hands over."""
+"""The first hour on a GPU, without one: order and time limits of steps, second runs, summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import workloads as gpu_workloads
 from tests.support import ptx_kernels
 
-pytestmark = pytest.mark.extended  # a tool of those who have a GPU
+pytestmark = pytest.mark.extended  # a tool for users with a GPU
 
 
 def step(how: str, minutes: float = 5) -> first_hour.Step:
@@ -24,7 +24,7 @@ def step(how: str, minutes: float = 5) -> first_hour.Step:
 
 @pytest.fixture
 def begin(tmp_path, capsys, monkeypatch):
-    """Runs steps; returns the exit status, what is printed, and the words of the log."""
+    """A function that runs steps and returns the exit status, the output and the log."""
     monkeypatch.setattr(first_hour, "NAMES", ("right", "wrong", "hangs", "lost", "dies"))
 
     def run(*steps, minutes=55.0):
@@ -48,7 +48,7 @@ def test_steps_are_bounded_and_the_most_valuable_first():
 
 
 def test_what_is_done_is_not_done_again(begin, tmp_path, monkeypatch):
-    """Nor after `--out` was emptied; failures are asked again when the code has changed."""
+    """Not even after `--out` was emptied; failures are run again when the code has changed."""
     status, said, log = begin(step("right"), step("wrong"))
     assert status == 1
     assert "wrong      done, and something is wrong" in said
@@ -67,16 +67,16 @@ def test_what_is_done_is_not_done_again(begin, tmp_path, monkeypatch):
     assert "wrong      done, and something is wrong after" in said
 
 
-def test_a_lost_device_costs_one_answer(begin):
-    """The step goes on in a new process while it finds something out."""
+def test_a_lost_device_costs_one_result(begin):
+    """The step goes on in new processes, as long as each of them gets a result."""
     for how in ("lost", "dies"):
         status, said, log = begin(step(how))
-        assert status == 1, "the answer that it cost is a failure"
+        assert status == 1, "the result that it cost is a failure"
         assert log.count(f"$ -m tests.support.fake_gpu_step --part {how}") == 4
         assert f"{how:<10} done, and something is wrong after" in said
 
 
-def test_a_step_is_wrong_if_its_last_answers_are(tmp_path, monkeypatch):
+def test_a_step_is_wrong_if_its_last_results_are(tmp_path, monkeypatch):
     def says(step, **line):
         monkeypatch.setenv(gpu_session.STEP, step)
         gpu_session.Lines(str(tmp_path), (step,)).write(**line)
@@ -93,7 +93,7 @@ def test_a_step_is_wrong_if_its_last_answers_are(tmp_path, monkeypatch):
     assert not says("matrix", kind="test", name="t", outcome="passed")
 
 
-def test_what_hangs_is_ended_and_left(begin, monkeypatch):
+def test_a_step_that_hangs_is_ended_and_the_next_one_runs(begin, monkeypatch):
     monkeypatch.setattr(gpu_session, "GRACE", 0.5)
     monkeypatch.setattr(first_hour, "LEAST", 0.001)
     status, said, _ = begin(step("hangs", 0.01), step("right"))
@@ -120,9 +120,9 @@ def test_the_summary():
 
 @pytest.mark.extended
 def test_a_dry_run_of_all_steps(tmp_path, capsys):
-    """Every command is one that `benchmarks.gpu` takes, and every kernel compiles."""
+    """`benchmarks.gpu` accepts every command, and every kernel compiles."""
     ptx_kernels.needs_compiler()
-    names = [name for name in first_hour.NAMES if name != "tune"]  # test_gpu_tune.py has it
+    names = [name for name in first_hour.NAMES if name != "tune"]  # test_gpu_tune.py covers it
     folder = str(tmp_path)
     given = ["--dry-run", "--state", folder, "--out", folder, "--only", *names]
     assert first_hour.main(given) == 0, (tmp_path / "log.txt").read_text()

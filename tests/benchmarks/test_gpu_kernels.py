@@ -1,4 +1,4 @@
-"""Kernel times: what CUPTI and a profile say, without either."""
+"""Kernel times from CUPTI and from profiler traces, without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRACE = {
 
 
 def test_a_trace():
-    """Kernels on streams of the GPU; not copies, nor their repetition as operations of XLA."""
+    """Only kernels on the GPU's streams count: not copies, nor kernels listed again as XLA ops."""
     found = list(gpu_kernels.kernels_of_trace(TRACE))
     assert [name for name, _ in found] == ["decode_1", "merge_splits", "decode_2"]
     times = gpu_kernels.summed(found, 2, "profiler")
@@ -58,7 +58,7 @@ def test_a_trace():
 
 @pytest.mark.extended
 def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
-    """Its trace is read, and where neither has times the row says why."""
+    """Its trace is read, and if neither has times the row says why."""
     from jax.experimental.mosaic.gpu import profiler
 
     def fails(run, aggregate):
@@ -85,8 +85,8 @@ def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
     assert (times.kernels, times.launches, times.source) == (0.000375, 1.0, "CUPTI")
 
 
-def test_kernels_of_a_commit_and_now():
-    """Names of registers and labels do not count; what else differs is named."""
+def test_kernels_are_compared_with_those_of_a_commit():
+    """Names of registers and labels are ignored; any other difference is listed."""
     assert len({Case(**call) for call in since.calls()}) == len(since.calls()) == 22
     old = since.normalized(".loc 1 2\n$L1:\n  @%p1 bra $L1; // again\n  add.s32 %r1, %r2, 1;")
     assert old == since.normalized("$L7:\n@%p3 bra $L7;\nadd.s32 %r9, %r1, 1;")

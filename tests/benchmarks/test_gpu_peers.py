@@ -1,4 +1,4 @@
-"""The GPU benchmark's peers without a GPU: which are there, which refuse, the worker's pipe."""
+"""The GPU benchmark's peers, without a GPU: which are installed, which refuse, their worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.worker import WorkerError
 from jattn.pallas import machine
 
-pytestmark = pytest.mark.extended  # a tool of those who have a GPU
+pytestmark = pytest.mark.extended  # a tool for users with a GPU
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({peer.package for peer in gpu_peers.PEERS})
@@ -39,7 +39,7 @@ def runs(layer: str, batch: str) -> set[str]:
 
 
 def test_nothing_is_installed():
-    """Every peer of torch says what to install, and nothing but NumPy is imported to say it."""
+    """Each missing peer says what to install, and listing them imports neither jax nor torch."""
     found = gpu_peers.Found(frozenset({"jax"}), frozenset())
     said = dict(gpu_peers.listed(found, DECODE))
     assert {peer.name for peer, why in said.items() if why is None} == {"jax-pallas", "jax-cudnn"}
@@ -109,7 +109,7 @@ def worker(python: str = sys.executable, device: str = "cpu", **given) -> gpu_pe
 
 
 def test_worker():
-    """One makes the data of ours and is timed; the others cost their own row and no other."""
+    """The peer that computes the right rows is timed; each of the others loses only its own row."""
     data = gpu_data.make_data(DECODE, 2**10)
     want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
     with worker() as other:
@@ -124,7 +124,7 @@ def test_worker():
         assert "it ended with 3: a library that prints" in said("flashinfer-nhd")
         assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
         assert other.info["pid"] != first
-        # A kernel that loses the device costs its own row, too.
+        # A kernel that loses the device also loses only its own row.
         second = other.info["pid"]
         assert said("flashinfer-hnd") == "WorkerError: RuntimeError: misaligned address"
         assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
@@ -132,7 +132,7 @@ def test_worker():
 
 
 def test_rows_of_peers(capsys, tmp_path):
-    """A peer that is wrong or absent has a reason and no time, in the table and in the file."""
+    """A wrong or missing peer has a reason instead of a time, in the table and in the file."""
     data, limits = gpu_data.make_data(DECODE, 2**10), gpu_rows.Ceilings(1e10, 1e11)
     want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
     lines = gpu.Lines(str(tmp_path / "new"), ("decode", "peers"))
@@ -161,7 +161,7 @@ def test_rows_of_peers(capsys, tmp_path):
 
 
 def test_an_alarm(tmp_path, monkeypatch):
-    """A peer that hangs is recorded, one past the budget is left; a lost device ends the run."""
+    """What hangs is recorded, what is out of time is left for later; a lost device ends the run."""
     ended = []
     lines = gpu.Lines(str(tmp_path), ("decode",))
 
@@ -189,8 +189,10 @@ def test_an_alarm(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_and_another(capsys, tmp_path, monkeypatch):
-    """All but the GPU: one implementation fails, peers are right, wrong, dead; the rest is left
-    for a second run, which asks nothing again."""
+    """Everything but the GPU: one implementation fails, and peers are right, wrong or dead.
+
+    A second run measures the rest, and nothing twice.
+    """
     monkeypatch.setattr(gpu.gpu_peers, "Worker", functools.partial(worker, device="here"))
     right = gpu.attend
 
@@ -217,7 +219,7 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
     assert "0 min are over; run again with --resume. Not measured: gpt-oss-3q1s70" in said
     monkeypatch.setattr(gpu_session, "device_answers", iter([True, False]).__next__)
     status, said = run(9, "--resume", str(tmp_path / "out"))
-    assert status == 3, "the device is lost while a peer is asked"
+    assert status == 3, "the device is lost while a peer is measured"
     assert "triton         FAILED: RuntimeError: RESOURCE_EXHAUSTED: out of memory" in said
     monkeypatch.undo()
     monkeypatch.setattr(gpu.gpu_peers, "Worker", functools.partial(worker, device="here"))
@@ -231,7 +233,7 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
 
 
 class MatrixRuns:
-    """Runs of pytest with the matrix' plugin over some tests, in a folder of their own."""
+    """Runs pytest with the matrix plugin over given tests, in a folder of their own."""
 
     def __init__(self, folder, tests):
         self.folder, self.count = folder, 0
@@ -268,7 +270,7 @@ def test_e():
 
 @pytest.mark.extended
 def test_the_matrix_in_several_runs(tmp_path):
-    """Outcomes are kept, what hangs ends its process, and the next run goes on behind it."""
+    """Outcomes are kept, a test that hangs ends its process, and the next run goes on after it."""
     runs = MatrixRuns(
         tmp_path,
         "import time\n"
@@ -286,7 +288,7 @@ def test_the_matrix_in_several_runs(tmp_path):
     assert runs.run() == 3
     found = runs.outcomes()
     assert (found["test_d"], found["test_e"]) == ("passed", "lost")
-    assert "test_f" not in found, "nothing is asked of a GPU that does not answer"
+    assert "test_f" not in found, "nothing runs on a GPU that does not answer"
     assert runs.run() == 0
     assert runs.outcomes()["test_f"] == "passed"
     assert runs.run() == gpu_matrix.NO_TESTS_LEFT
@@ -295,7 +297,7 @@ def test_the_matrix_in_several_runs(tmp_path):
 
 
 @pytest.mark.extended
-def test_what_the_time_leaves_goes_on_behind_a_failure(tmp_path):
+def test_a_run_that_is_out_of_time_goes_on_after_a_failure(tmp_path):
     runs = MatrixRuns(
         tmp_path,
         "from benchmarks.gpu import matrix\n"
@@ -312,7 +314,7 @@ def test_what_the_time_leaves_goes_on_behind_a_failure(tmp_path):
 
 @pytest.mark.extended
 def test_the_matrix_in_several_workers(tmp_path):
-    """A worker that loses its device, or hangs, costs one test, and no warning fails one."""
+    """A worker that loses its device or hangs costs one test, and warnings fail none."""
     pytest.importorskip("xdist", reason="pip install pytest-xdist")
     runs = MatrixRuns(
         tmp_path,
@@ -354,7 +356,7 @@ def test_a_worker_that_does_not_start():
     ],
 )
 def test_keys_side_by_side(layer, batch):
-    """The call made of cuDNN, made of XLA: right rows; another copy's would not be timed."""
+    """The call to cuDNN, made to XLA instead: its rows are right, and another copy's refused."""
     w = gpu_workloads.workload(layer, batch)
     data = gpu_data.make_data(w, 2**10)
     table = np.asarray(data.tables[0])
@@ -368,11 +370,11 @@ def test_keys_side_by_side(layer, batch):
     assert "not finite" in gpu_peers.judge(w, odd, want)
 
 
-# From jax 0.12 on, importing it says that it is deprecated.
+# From jax 0.12 on, importing it warns that it is deprecated.
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_in_tree_kernel(monkeypatch):
-    """The call of JAX's kernel, interpreted: its tables hold no id past a sequence's end."""
+    """The call to JAX's kernel, interpreted: its tables hold no id past a sequence's end."""
     from jax.experimental.pallas.ops.gpu import paged_attention as module
 
     interpreted = functools.partial(module.paged_attention, interpret=True)
@@ -397,7 +399,7 @@ def test_the_in_tree_kernel(monkeypatch):
     ],
 )
 def test_torch(layer, batch, peer):
-    """The peers' data, layouts and masks, with torch's plain code on CPU."""
+    """The peers' data, layouts and masks, with plain torch on the CPU."""
     torch = pytest.importorskip("torch", reason="pip install torch")
     from benchmarks.gpu import peer_worker as gpu_peer_worker
 
@@ -423,7 +425,7 @@ def test_torch(layer, batch, peer):
     [("gpt-oss", "3q1s300"), ("gpt-oss", "2q300"), ("gpt-oss-window", "2q200s520")],
 )
 def test_flex_blocks(layer, batch):
-    """The blocks of a mask are those with a visible key, whole ones those without a hidden one."""
+    """A mask lists the blocks with a visible key; full blocks are those without a hidden one."""
     pytest.importorskip("torch", reason="pip install torch")
     from benchmarks.gpu import peer_worker as gpu_peer_worker
 
@@ -451,7 +453,7 @@ def test_flex_blocks(layer, batch):
 
 
 class FakeFlashInfer:
-    """A wrapper with FlashInfer's `plan` and `run`, for what is planned: attention in float64."""
+    """Stands in for FlashInfer's wrappers: `run` computes the planned attention in float64."""
 
     def __init__(self, workspace, layout, **options):
         self.layout = layout
@@ -489,7 +491,7 @@ class FakeFlashInfer:
     ("layer", "batch"), [("gpt-oss", "q20s150_q1s33"), ("gpt-oss-window", "2q1s200_q1s64")]
 )
 def test_flashinfer_plan(layer, batch, layout, monkeypatch):
-    """Pages, lengths and windows of a plan say which keys a query sees."""
+    """The pages, lengths and window of a plan say which keys a query sees."""
     torch = pytest.importorskip("torch", reason="pip install torch")
     from benchmarks.gpu import peer_worker as gpu_peer_worker
 

@@ -1,4 +1,4 @@
-"""Tiles that the GPU benchmark tries in place of the rule's, and their model, without a GPU."""
+"""Tiles that the GPU benchmark tries instead of the rule's, and their model, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support import ptx_kernels
 H200 = machine.Machine(90, 132)
 DECODE = gpu_workloads.workload("gemma4-31b", "64q1s8k")
 PREFILL = gpu_workloads.workload("gemma4-31b", "q2k")
-# 128 new tokens behind 64k: few rows, decoded.
+# 128 new tokens after 64k: few enough rows for the decode kernel.
 EXTEND = gpu_workloads.workload("gemma4-31b-tp4", "q128s64k")
 
 
@@ -63,7 +63,7 @@ def test_a_candidate_is_launched_inside_and_the_rule_outside(w):
             inside = launched(w)
         assert implementation == "triton"
         assert gpu_tune.name_of(inside[kernel]) == name
-        assert set(inside) == set(before), "which kernels answer is not what is tuned"
+        assert set(inside) == set(before), "tuning does not change which kernels run"
         assert launched(w) == before
     with gpu_tune.chosen("mosaic_gpu", w, None) as implementation:
         assert implementation == "mosaic_gpu"
@@ -75,7 +75,7 @@ def row(name: str, seconds: float, workload: str = DECODE.name) -> gpu_rows.Row:
     return dataclasses.replace(found, name=workload)
 
 
-def test_the_best_are_shown_next_to_the_rule_s_own(tmp_path):
+def test_the_best_are_compared_with_the_rule_s_tiles(tmp_path):
     names = [f"triton[{n}x32 8w 5s 1c]" for n in (16, 32, 64)]
     earlier = [row(names[0], 4e-3), row("triton", 1e-3), row(names[1], 1e-3, "another")]
     lines = [json.dumps({"kind": "row", **dataclasses.asdict(r)}) for r in earlier]
@@ -91,7 +91,7 @@ def test_the_best_are_shown_next_to_the_rule_s_own(tmp_path):
     assert gpu_tune.Tuned(DECODE, None).best(names[0]) == []
 
 
-def test_tiles_that_do_not_fit_are_an_answer_and_wrong_results_are_not(capsys):
+def test_tiles_that_do_not_fit_are_a_result_and_wrong_rows_a_failure(capsys):
     lines = gpu_session.Lines(None, ())
     assert not gpu.report(DECODE, [("triton[16x32 8w 5s 1c]", "FAILED: no memory")], lines)
     assert gpu.report(DECODE, [("triton[16x32 8w 5s 1c]", "WRONG: off by 1")], lines)
@@ -99,7 +99,7 @@ def test_tiles_that_do_not_fit_are_an_answer_and_wrong_results_are_not(capsys):
     assert "no memory" in capsys.readouterr().out
 
 
-def test_time_that_is_over_ends_a_workload():
+def test_a_workload_ends_when_the_time_is_over():
     session = gpu_session.Session(-1.0, gpu_session.Lines(None, ()))
     found = session.each("w", ("a", "b"), iter([("a", 1), ("b", 2)]), lambda: True)
     assert next(found) == ("a", 1)
@@ -109,8 +109,8 @@ def test_time_that_is_over_ends_a_workload():
 
 @pytest.mark.extended
 @pytest.mark.extended
-def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monkeypatch):
-    """The whole part, with the XLA path in the place of the kernels and one wrong candidate."""
+def test_candidates_are_checked_and_timed_once(tmp_path, capsys, monkeypatch):
+    """The whole part, with the XLA path in place of the kernels and one wrong candidate."""
     w = gpu_workloads.workload("gpt-oss-window", "q20s300_q1s150")
     names = gpu_tune.names(w, H200)[:3]
     tiles = gpu_tune.candidates(gpu_tune.call_of(w), "prefill", H200)[:3]
@@ -132,7 +132,7 @@ def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monk
         limits = gpu_rows.Ceilings(1e10, 1e11)
         return gpu.measure_all([w], args, (), {}, limits, session, 2**10, H200)
 
-    assert run() == 1, "a wrong candidate is wrong"
+    assert run() == 1, "one candidate is wrong"
     assert {implementation for implementation, _ in asked} == {"triton"}
     assert {inside for _, inside in asked} == set(names)
     said = capsys.readouterr().out.splitlines()
@@ -170,8 +170,8 @@ def test_the_model_of_decode_by_hand():
     call = Case(kind="decode").call()
     load = 65536 / (4800e9 / 132 / 1.98e9)
     assert load == pytest.approx(3568, abs=1)
-    # Shared memory has 65,536 in, as many out, and 16 rows of 512 + 32 numbers for each of 8 warps:
-    # 2,112 cycles. Three tiles ahead hide that and the latency.
+    # Shared memory moves 65,536 bytes in, as many out, and 16 rows of 512 + 32 numbers for each of
+    # 8 warps: 2,112 cycles. Three tiles ahead hide that and the latency.
     shared = (2 * 65536 + 8 * 16 * 544 * 2) / 128
     chain = shared + 16 * (32 * 14 + 512) / 128 + 320
     found = model.predict(call, Tiles(16, 32, 8, 7, 1), "decode", gpu)
@@ -183,14 +183,14 @@ def test_the_model_of_decode_by_hand():
 
 
 def test_the_model_of_prefill_by_hand():
-    """D = 512: 65,536 bytes at 21 a cycle for 32 keys; both groups of warps make all logits."""
+    """D = 512: 65,536 bytes at 21 a cycle for 32 keys; both groups of warps compute all logits."""
     call, h200 = Case(kind="mixed").call(), gpu_targets.GPUS[90]
     shared = (65536 + 2 * 2 * (2 * 64 + 32) * 512 + 2 * 32 * 512) / 128
     chain = shared + 64 * (32 * 14 + 512) / 128 + 320
     found = model.predict(call, Tiles(64, 32, 8, 3, 1), "prefill", h200)
     assert found.bound == "latency"
     assert found.share == pytest.approx(1024 / (chain + 65536 / 21 + 1200))
-    # D = 128, 128 rows, 64 keys: each group has its rows, and reads all keys and values.
+    # D = 128, 128 rows, 64 keys: each group has its own rows, and reads all keys and values.
     call = Case((128, 128), "mixed").call()
     shared = (32768 + 2 * (128 * 128 + 2 * 64 * 256)) / 128
     chain = max(1024, shared) + 128 * (64 * 14 + 128) / 128 + 320
@@ -203,8 +203,8 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs" / "gpu-kernels.md"
 
 
 @pytest.mark.parametrize("sm", model.FORMATS)
-def test_the_tables_of_tiles_are_the_rule_s(sm):
-    """The tables repeat the rule and the model; registers and spills are the compiler's."""
+def test_the_tables_of_tiles_match_the_rule(sm):
+    """The tables repeat the rule and the model; registers and spills come from the compiler."""
     gpu = gpu_targets.GPUS[sm]
     text = DOCS.read_text().split(f"{gpu.kind}, sm_{sm}\n\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]

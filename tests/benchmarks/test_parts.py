@@ -61,7 +61,7 @@ def test_a_window_limits_bytes_and_flops():
     w = workloads.workload("window", 64, 1, "bfloat16")
     assert workloads.kv_bytes(w) == 2_097_152  # 8 x 1,024 tokens x 128 x 2 bytes
     assert workloads.flops(w) == 33_554_432  # 8,192 keys x 16 heads x 256
-    # Of 9, 5 and 30 keys 6, 5 and 6 are visible; the pairs are 6, 1 + ... + 5 and 6.
+    # 6 of 9, 5 of 5 and 6 of 30 keys are visible; the pairs are 6, 1 + ... + 5 and 6.
     assert workloads.kv_bytes(WINDOW) == 17 * 2 * 32 * 4
     assert workloads.flops(WINDOW) == 27 * 4 * 64
 
@@ -106,7 +106,7 @@ def test_nan_is_exactly_where_no_sequence_owns_a_slot(w):
         assert np.array_equal(nan.all((1, 3)), ~owned)
 
 
-def test_tokens_do_not_depend_on_who_asks():
+def test_tokens_do_not_depend_on_where_reading_starts():
     whole, _ = workloads.make_tokens(TINY, 2, 0)
     tail, _ = workloads.make_tokens(TINY, 2, 8)
     assert np.array_equal(whole[8:], tail)
@@ -177,13 +177,13 @@ def test_contenders_take_turns():
     log = []
     contenders = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
     found = timing.interleave(contenders, turns=3)
-    # Runs that fill a turn tell how many do; one more, but of long ones, wakes the threads.
+    # Probes tell how many runs fill a turn. One more wakes the threads, unless runs are long.
     assert log == [("a", 2), ("a", 2), ("a", 1), ("b", 2)] + [("a", 6), ("b", 1)] * 3
     assert (found["a"].calls, found["b"].calls) == (15, 3)
     assert (found["a"].median, found["b"].median) == (1e-3, 1.0)
 
 
-def test_turns_of_all_contenders_last_as_long():
+def test_turns_of_all_contenders_are_equally_long():
     log = []
     contenders = {"step": Clock(log, "step", 0.0625), "call": Clock(log, "call", 1e-3)}
     contenders["step"].layers = 64
@@ -273,7 +273,7 @@ def test_summary_means_ratios_and_lists_what_is_slower():
 
 
 def test_means_leave_out_what_was_disturbed():
-    """A spread does not show it where most runs are: vLLM once took 220 times its minimum."""
+    """The spread misses it where most runs were: vLLM once took 220 times its minimum."""
     row, other = make_row("odd", 1.0, 4.0), make_row("fast", 1.0, 4.0)
     odd = timing.summarize([0.02, 4.0, 4.0, 4.0])
     row = dataclasses.replace(row, peer=dataclasses.replace(row.peer, timing=odd))

@@ -1,4 +1,4 @@
-"""Quotes of committed results in the pages' prose, and a page for every result."""
+"""The pages' prose quotes committed results correctly, and every result is used or linked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def words(page: str) -> str:
 
 
 def paths(value: object) -> Iterable[pathlib.Path]:
-    """Those in a constant of a module."""
+    """Yield the paths in a constant of a module."""
     if isinstance(value, pathlib.Path):
         yield value
     elif isinstance(value, dict):
@@ -44,7 +44,7 @@ def test_every_result_is_read_or_linked():
     assert [path.name for path in sorted(files - read) if path.name not in text] == []
 
 
-def test_figures_in_words_are_of_undisturbed_rows():
+def test_figures_in_prose_leave_out_disturbed_rows():
     rows = [
         {
             "name": f"{group}-{dtype}-{n}",
@@ -228,7 +228,7 @@ def test_decodes_of_formats_without_avx512():
     times = {(row["format"], row["head_dim"]): row["decode_ms"] for row in rows}
 
     def span(*stems: str) -> str:
-        """Least and most of bfloat16's time, over the head sizes."""
+        """The least and the most of bfloat16's time, over the head sizes."""
         found = [
             ms / times["bfloat16", dim]
             for (name, dim), ms in times.items()
@@ -242,7 +242,7 @@ def test_decodes_of_formats_without_avx512():
     ) in words("performance-formats.md")
 
 
-def test_decodes_of_formats_with_avx512_alone():
+def test_decodes_of_formats_with_avx512_only():
     rows = tables.read_lines(pages.FORMAT_SPEED_AVX512)
     wide = [row for row in rows if row["format"] == "bfloat16"]
     narrow = [row["ratio"] for row in rows if row["format"] != "bfloat16"]
@@ -327,7 +327,7 @@ def test_states_after_accepted_drafts():
 
 def test_first_tokens_next_to_vllms():
     def slowest(file: pathlib.Path) -> list[float]:
-        """Of each row the p99 of jattn's first token over that of vLLM's."""
+        """Each row's p99 of jattn's time to the first token over vLLM's."""
         return [
             row["jattn"]["first_p99_ms"] / row["vLLM"]["first_p99_ms"]
             for row in tables.read_lines(file)
@@ -415,7 +415,7 @@ def test_padding():
 
 
 def test_serving_next_to_transformers():
-    """Qwen3-0.6B's layers in both dtypes, and the 31B-shaped model."""
+    """With Qwen3-0.6B's layers in both dtypes, and with the 31B-shaped model."""
     lines = map(json.loads, pages.SERVING_ZEN4.read_text().splitlines())
     found = [row for row in lines if row["kind"] == "peer"]
     ratios = [
@@ -434,7 +434,7 @@ def test_serving_next_to_transformers():
     assert min(row["ratio_to_single"] for row in found) > 5
     assert [row["turns"] for row in found[:2]] == [3, 2]
     assert "(medians of three and of two turns)" in text
-    for row in found[1:]:  # in float32 tokens are the same
+    for row in found[1:]:  # float32 gives the same tokens
         assert row["same_as_single"] == row["same_as_batch"] == 1
 
 
@@ -463,7 +463,7 @@ def test_kernels_on_an_h100():
     assert f"takes {100 * longer:.0f} % longer" in front
     drafted = rows["gemma4-31b-64q4s8k"]["mosaic_gpu"]["median"] * 1e6
     assert f"takes {drafted:,.0f} microseconds in place of 2,945" in text
-    speeds = []  # of what is behind, in percent of the best one's
+    speeds = []  # where jattn is slower than the best peer, in percent of that peer's
     for found in rows.values():
         if (mine := found.get("mosaic_gpu")) is None or not set(found) & set(gpu_tables.PAGED):
             continue
@@ -474,7 +474,7 @@ def test_kernels_on_an_h100():
     assert f"has {min(speeds):.0f} to {max(speeds):.0f} % of the best one's speed" in text
 
 
-def test_drafts():
+def test_speculative_decoding():
     rows = tables.read_lines(pages.SPECULATION)
 
     def span(key: str, *, scale: float = 1, **wanted: float) -> str:
@@ -499,7 +499,7 @@ def test_drafts():
 
 
 def test_the_summary_of_what_formats_cost():
-    """Every figure of it, from the rows that it is of."""
+    """Every figure in it comes from committed rows."""
     costs = {
         row["format"]: row
         for row in tables.read_lines(tables.FORMAT_FILE)
@@ -555,7 +555,7 @@ def test_formats_with_a_kv_head_for_each_query_head(name, words_before):
     ) in words("performance-formats.md")
 
 
-def test_drafts_for_text_that_repeats_itself():
+def test_speculative_decoding_of_text_that_repeats_itself():
     name = "2026-11-27-speculation-zen3-jax0.12.jsonl"
     ratios = {
         (row["text"], row["drafts"]): row["ratio"]

@@ -1,4 +1,4 @@
-"""The benchmark over HTTP: what its client reads, and that no figure comes of other tokens."""
+"""The serving benchmarks: what the HTTP client reads, and no figures where results are wrong."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PAUSE = 0.02  # before a token
 
 
 class Fake(http.server.BaseHTTPRequestHandler):
-    """Continues a prompt by its last token plus 1, plus 2, ...; `server.off` is added to the third.
+    """Continues a prompt with its last token + 1, + 2, ...; `server.off` is added to the third.
 
-    The next token's log-probabilities are 0 for the right one and -`server.gap` for the wrong one.
+    Log-probabilities of the next token: 0 for the right one, -`server.gap` for the wrong one.
     """
 
     protocol_version = "HTTP/1.1"
@@ -70,7 +70,7 @@ class Fake(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def fake():
-    """Makes servers: `off`, `gap` and `lost` say what is wrong with them."""
+    """Starts servers, with `off`, `gap` and `lost` saying what is wrong with each."""
     running = []
 
     def start(off=0, gap=0.0, lost=0):
@@ -112,7 +112,7 @@ def test_errors_and_missing_tokens_are_refused(fake):
         fake().metric("other")
 
 
-def test_requests_arrive_when_they_are_due_and_as_many_as_asked_at_once(fake):
+def test_requests_are_sent_when_due_or_as_many_at_once_as_asked(fake):
     one, prompts = fake(), [[i] for i in range(4)]
     arrivals = np.array([0.0, 0.1, 0.1, 0.2])
     answers = client.drive(one, prompts, [2] * 4, arrivals=arrivals)
@@ -184,7 +184,7 @@ def test_the_tokenizer_writes_every_token_as_one_word(tmp_path):
     assert client.tokens_of("".join(words)) == [*range(300)]
 
 
-def test_what_the_server_lacks_is_said_before_the_checkpoint_is_made(monkeypatch, capsys):
+def test_missing_packages_are_named_before_the_checkpoint_is_made(monkeypatch, capsys):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         benchmark.parse(["--peer-python", "python"])
@@ -205,7 +205,7 @@ def test_experts_are_compared_before_they_are_timed(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(experts, "MIXTURES", {"small": experts.Mixture(4, 2, 16, 8)})
     monkeypatch.setattr(experts.ceilings, "read_rate", lambda: 1e9)
     monkeypatch.setattr(experts.native, "load", lambda: None)
-    monkeypatch.setitem(experts.WAYS, "native", experts.by_jax)  # whose tests compile it
+    monkeypatch.setitem(experts.WAYS, "native", experts.by_jax)  # tests of its own compile it
     asked = ["--mixture", "small", "--dtype", "bfloat16", "--tokens", "5", "--turns", "1"]
     experts.main([*asked, "--json", str(tmp_path / "found")])
     line = capsys.readouterr().out.splitlines()[-1]
@@ -242,12 +242,12 @@ def test_states_after_accepted_drafts_are_compared_before_they_are_timed(monkeyp
     monkeypatch.setattr(rollback, "SIZE", 8)
     rows = rollback.measure(2, calls=1)
     assert [row["way"] for row in rows] == ["once", "again", "kept"]
-    monkeypatch.setitem(rollback.WAYS, "again", rollback.once)  # states after refused drafts, too
+    monkeypatch.setitem(rollback.WAYS, "again", rollback.once)  # as if no draft had been refused
     with pytest.raises(SystemExit, match="2 sequences: two ways differ by"):
         rollback.measure(2, calls=1)
 
 
-def test_tokens_that_steps_with_drafts_bring():
+def test_expected_tokens_of_a_step_with_drafts():
     assert (
         rollback.brought(0.0, in_next_step=False) == rollback.brought(0.0, in_next_step=True) == 1
     )
