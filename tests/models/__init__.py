@@ -1,1 +1,1 @@
-"""The example models against their references, and their products."""
+"""The example models and their matrix products, compared with references."""

@@ -1,4 +1,4 @@
-"""The model that speaks: what it learned from, that training computes what serving computes."""
+"""The bundled model that writes English: its training, and that serving computes the same."""
 
 import collections
 import contextlib
@@ -30,7 +30,7 @@ SPEAKER = CHECKPOINTS / SPEAKING
 
 
 def loaded(directory: Path) -> gemma4.Gemma4:
-    """A checkpoint's modules in float32."""
+    """Load a checkpoint's modules in float32."""
     checkpoint = open_checkpoint(directory)
     config = Gemma4Config.from_hf(checkpoint.config)
     shapes = nnx.eval_shape(lambda: gemma4.Gemma4(config, jnp.dtype("float32")))
@@ -56,8 +56,8 @@ def dense_logits(model: gemma4.Gemma4, rows: np.ndarray) -> np.ndarray:
     ("name", "length", "in_bands"),
     [(BUNDLED[0], 144, True), pytest.param(BUNDLED[1], 133, False, marks=pytest.mark.extended)],
 )
-def test_dense_logits_are_those_of_the_references(name, length, in_bands, monkeypatch):
-    """Which paged logits equal too: shared pages, one projection for keys and values, windows."""
+def test_dense_logits_match_the_references(name, length, in_bands, monkeypatch):
+    """Paged logits match them too: shared pages, one projection for keys and values, windows."""
     model = loaded(CHECKPOINTS / name)
     assert (length % model.config.layers[0].heads.window == 0) == in_bands
     reference = verify.Reference.load(CHECKPOINTS / name / "reference.npz")
@@ -88,14 +88,14 @@ def paragraphs():
 
 @pytest.fixture(scope="module")
 def speaker():
-    """The model's dense logits after every byte of six rows of 256: one compilation for all."""
+    """A function of six rows of 256 bytes: the model's dense logits. All tests compile it once."""
     model = loaded(SPEAKER)
     return jax.jit(lambda rows: dense_rows.dense_logits(model, rows))
 
 
 @pytest.fixture(scope="module")
 def spoken():
-    """The requests and answers of README's first command, and what it printed."""
+    """The requests and outputs of the README's first command, and what it printed."""
     reports, output, original = [], io.StringIO(), generate.serve
 
     def serve(*args, **options):
@@ -111,10 +111,10 @@ def spoken():
 
 @pytest.mark.extended
 def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
-    """Pages, chunks and neighbours change nothing, over texts many windows long.
+    """Pages, chunks and other sequences change nothing, over texts many windows long.
 
-    A draw is an argmax of logits plus noise, so logits that differ by rounding may change one in
-    tens of thousands, where the two largest are as near; a wrong window changes one in a few.
+    A draw is an argmax of logits plus noise. Rounding may change one in tens of thousands, where
+    the two largest are that close; a wrong window changes one in a few.
     """
     report, _ = spoken
     assert report.statistics.peak.rows >= 4
@@ -146,7 +146,7 @@ def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
 
     logits = np.asarray(speaker(rows_of(whole, 256)))
     assert share_equal(logits) >= 0.997
-    assert share_equal(np.roll(logits, 1, axis=1)) < 0.6  # the logits of the byte before
+    assert share_equal(np.roll(logits, 1, axis=1)) < 0.6  # logits of the byte before
 
 
 # --- What it says --------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
 
 @pytest.mark.extended
 def test_it_writes_words(spoken, paragraphs):
-    """Nine in ten of its words are words of the text it learned from, and not always the same."""
+    """Nine in ten of its words occur in its training text, and they are not always the same."""
     report, output = spoken
     train, _ = byte_text.split(paragraphs)
     known = set(re.findall(r"[a-z]+", train.decode().lower()))
@@ -178,8 +178,8 @@ def test_checkpoint_is_small_and_says_what_it_is():
 
 
 @pytest.mark.extended
-def test_its_loss_is_the_stated_one(speaker, paragraphs):
-    """Over part of the held-out text; other versions of Python have a somewhat different one."""
+def test_its_loss_is_as_stated(speaker, paragraphs):
+    """Over part of the held-out text, which differs somewhat between versions of Python."""
     stated = re.search(r"([\d.]+) bits per byte", (SPEAKER / "README.md").read_text())
     _, held_out = byte_text.split(paragraphs)
     rows = training.validation_rows(np.frombuffer(held_out, np.uint8), 256)
@@ -195,7 +195,7 @@ def test_its_loss_is_the_stated_one(speaker, paragraphs):
     found = bits_per_byte(rows)
     assert abs(found - float(stated[1])) < 0.15
     shuffled = np.random.default_rng(0).permuted(rows, axis=1)
-    assert bits_per_byte(shuffled) > found + 1  # order is what it learned
+    assert bits_per_byte(shuffled) > found + 1  # it has learned the order
 
 
 # --- How it was made -----------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_text_of_documentation_is_what_its_paragraphs_say(tmp_path):
         byte_text.documentation(tmp_path / "empty")
 
 
-def test_no_line_that_is_learned_repeats_a_held_out_one():
+def test_no_training_line_repeats_a_held_out_one():
     held_out = b"one two three four five six seven eight nine ten\nmuch too short to matter here\n"
     eight = "Three, four -- five six SEVEN eight `nine` ten."
     seven = "two three four five six seven eight and then something else"
@@ -236,7 +236,7 @@ def test_no_line_that_is_learned_repeats_a_held_out_one():
     assert byte_text.without(short, held_out) == short[1:]
 
 
-def test_rate_rises_stays_and_falls():
+def test_the_learning_rate_rises_stays_and_falls():
     def share(step, done):
         return training.share_of_rate(step, done, fall=0.25, warmup=50)
 
@@ -284,13 +284,13 @@ def test_narrow_products_and_their_derivatives_round_operands_only(batch):
         return out, *pull(c)
 
     right = (a @ b, c @ b.swapaxes(-1, -2), a.swapaxes(-1, -2) @ c)
-    rounded = 2.0**-12  # of a number: too little to change it
+    rounded = 2.0**-12  # relative to a number: too little to change how it rounds
     b = b * (1 - rounded)
     found = everything(a * (1 + rounded), b if batch else b.T, c * (1 + rounded))
     found = found if batch else (*found[:2], found[2].T)
     for x, y in zip(found, right, strict=True):
         assert x.dtype == jnp.float32
-        # Of the order of sums; operands that were not rounded would be 25 times as far off.
+        # Only the order of sums differs; unrounded operands would be 25 times as far off.
         np.testing.assert_allclose(x, y, rtol=rounded / 25, atol=1e-4)
 
 
@@ -311,11 +311,11 @@ def test_training_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatc
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         assert training.main([*arguments, "--steps", "60", "--every", "60"]) == 0
     bits = float(re.search(r"byte, ([\d.]+) held out", capsys.readouterr().out)[1])
-    assert bits < 4  # untrained it would be 8, with letters' frequencies alone more than 4
+    assert bits < 4  # untrained it would be 8; from the frequencies of letters, more than 4
     model = loaded(tmp_path)
     assert model.embed_tokens.weight.shape == (256, 32)
     assert training.main([*arguments, "--steps", "60", "--resume"]) == 0
-    assert "step" not in capsys.readouterr().out  # it knew that nothing was left to do
+    assert "step" not in capsys.readouterr().out  # nothing was left to do
     more = ["--start", str(tmp_path), "--steps", "1", "--rate", "0"]
     with jax.numpy_dtype_promotion("standard"):
         assert training.main(["--out", str(tmp_path / "more"), *arguments[2:], *more]) == 0

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are in fp8 with a scale per block: decoded as the formula says."""
+"""Checkpoints with block-scaled fp8 weights are decoded as the formula says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
     "weight_block_size": [*BLOCK],
 }
 PROJECTIONS = r"_proj(_qkvz|_ba|_with_mqa)?\.weight$|experts\.(gate_up|down)_proj$"
-# A checkpoint of every family; Nemotron-H's is given experts (`with_experts`).
+# A checkpoint of every family; `with_experts` adds experts to Nemotron-H's.
 FAMILIES = (
     *("qwen3-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
     *("qwen3-next-tiny", "deepseek-v3-tiny", "gemma4-e2b-tiny"),
@@ -41,7 +41,7 @@ KINDS = ["linear_attention", "moe", "linear_attention", "full_attention", "mlp",
 
 
 def formula(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """`W[..., i, j] = code[..., i, j] * scale_inv[..., i // R, j // C]`, number by number."""
+    """Compute `W[..., i, j] = code[..., i, j] * scale_inv[..., i // R, j // C]`."""
     i, j = np.indices(codes.shape[-2:])
     return codes.astype(np.float32) * scales[..., i // block[0], j // block[1]]
 
@@ -51,7 +51,7 @@ def num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...
 
 
 def in_fp8(tensors: dict[str, np.ndarray], *, decoded: bool) -> dict[str, np.ndarray]:
-    """With random codes and scales for all projections; `decoded`: by the formula, in float32."""
+    """Replace all projections by random codes and scales, or by their `decoded` float32 values."""
     found = {}
     for name, x in sorted(tensors.items()):
         if not re.search(PROJECTIONS, name) or x.ndim < 2:
@@ -68,7 +68,7 @@ def in_fp8(tensors: dict[str, np.ndarray], *, decoded: bool) -> dict[str, np.nda
 
 
 def write(name: str, target: Path, change, config: object, **others: object) -> Path:
-    """A copy of a checkpoint with other tensors, this `quantization_config` and `others` in it."""
+    """Copy a checkpoint with changed tensors, this `quantization_config` and other settings."""
     rewrite(name, target, change)
     there = target / "config.json"
     given = {**json.loads(there.read_text()), "quantization_config": config, **others}
@@ -77,7 +77,7 @@ def write(name: str, target: Path, change, config: object, **others: object) -> 
 
 
 def with_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """nemotron-h-tiny with experts in layers 1 and 5, as published checkpoints spell them."""
+    """Give nemotron-h-tiny experts in layers 1 and 5, named as in published checkpoints."""
     found = {n: x for n, x in tensors.items() if ".1.mixer." not in n and ".5.mixer." not in n}
     size, (count, inner, shared, latent) = 64, EXPERTS.values()
     rng = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def with_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_pair(name: str, folder: Path) -> list[Path]:
-    """The same weights in fp8 and in float32, experts one by one but for those of GPT-OSS."""
+    """Write the same weights in fp8 and in float32; only GPT-OSS keeps its experts stacked."""
     others = {**EXPERTS, "layers_block_type": KINDS} if name == "nemotron-h-tiny" else {}
 
     def change(tensors: dict[str, np.ndarray], decoded: bool) -> dict[str, np.ndarray]:
@@ -132,7 +132,7 @@ def write_pair(name: str, folder: Path) -> list[Path]:
 )
 @pytest.mark.parametrize("shape", [(11, 15), (3, 11, 15)], ids=str)
 def test_parts_are_decoded_as_the_formula_says(shape, index, tmp_path):
-    """All codes, with blocks of 4 by 5 that are cut, and of a stack some matrices."""
+    """All codes, blocks of 4 by 5 that the part cuts, and some matrices of a stack."""
     rng, block, path = np.random.default_rng(0), (4, 5), tmp_path / "x.safetensors"
     codes = rng.permutation(np.resize(np.arange(256, dtype=np.uint8), np.prod(shape)))
     codes = codes.reshape(shape).view(ml_dtypes.float8_e4m3fn)
@@ -150,7 +150,7 @@ def test_parts_are_decoded_as_the_formula_says(shape, index, tmp_path):
     wanted = formula(codes, scales, block)[index]
     assert np.isnan(wanted).any() or wanted.size < 200
     np.testing.assert_array_equal(found, wanted)
-    # Only scales of blocks that the part touches: at most one more than fit, along each axis.
+    # Reads only scales of blocks that the part touches: along each axis, at most one more than fit.
     most = [-(-n // size) + 1 for n, size in zip(wanted.shape[-2:], block, strict=True)]
     assert asked[0] <= np.prod(wanted.shape[:-2]) * np.prod(most)
     rounded = fp8.read(path, "w", index, scales.shape, read_scales, block, jnp.dtype("bfloat16"))
@@ -167,7 +167,7 @@ def test_a_checkpoint_in_fp8_loads_as_the_numbers_it_stands_for(name, tmp_path):
     coded, decoded = write_pair(name, tmp_path)
     ours, theirs = (load_model(there).params for there in (coded, decoded))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    # All projections were in fp8, but for Gemma 4's of embeddings.
+    # All projections were in fp8, except those of Gemma 4's per-layer embeddings.
     in_files = open_checkpoint(coded)
     others = {n for n in set(in_files.files) - set(in_files.scales) if "proj" in n}
     assert len(in_files.scales) >= 8
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_every_family_is_read_in_fp8():
 
 @pytest.mark.extended
 def test_devices_read_their_own_parts(tmp_path):
-    """Rows and columns that begin amid blocks, experts, heads and channels of several sections."""
+    """Rows and columns that begin inside blocks, experts, heads, channels of several sections."""
     meshes = {"qwen3-tiny": 4, "deepseek-v3-tiny": 4, "gpt-oss-tiny": 2, "nemotron-h-tiny": 2}
     for name in meshes:
         write_pair(name, tmp_path / name)
@@ -218,7 +218,7 @@ def test_other_quantizations_are_refused(changes, words, tmp_path):
         ("model.layers.0.mlp.experts.0.down_proj.weight", "down_proj is of int8, but must be of"),
     ],
 )
-def test_integers_are_no_weights(name, words, tmp_path):
+def test_integer_weights_are_refused(name, words, tmp_path):
     def change(tensors):
         tensors = one_file_entry_per_expert(tensors)
         pattern = name.replace("experts.0", r"experts\.\d+") + "$"
@@ -238,7 +238,7 @@ def test_integers_are_no_weights(name, words, tmp_path):
         ("no codes", "no place for layers.0.self_attn.x_scale_inv"),
     ],
 )
-def test_scales_that_do_not_fit_are_told(what, words, tmp_path):
+def test_scales_that_do_not_fit_are_reported(what, words, tmp_path):
     q = "model.layers.0.self_attn.q_proj.weight"
 
     def change(tensors):

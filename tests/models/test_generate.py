@@ -1,4 +1,4 @@
-"""The example: text of a Gemma-4-shaped model through paged attention, compared with references."""
+"""`examples/generate.py`: Gemma-4-shaped models on paged attention, compared with references."""
 
 import collections
 import contextlib
@@ -38,7 +38,7 @@ Run = collections.namedtuple("Run", "status output jobs engines reports num_comp
 
 
 def run_program(*arguments: str) -> Run:
-    """The results, the output and the requests of `generate.py`."""
+    """Run `generate.py` and return its results, output, jobs and engines."""
     jobs, engines, reports, output = [], [], [], io.StringIO()
     original = generate.serve
 
@@ -64,11 +64,11 @@ def run_program(*arguments: str) -> Run:
     scope="module", params=["gemma4-e2b-tiny", pytest.param("both", marks=pytest.mark.extended)]
 )
 def default_run(request) -> Run:
-    """`generate.py --verify`, in float32, as a newcomer starts it: with both checkpoints."""
+    """`generate.py --verify`, as a newcomer runs it: in float32, with both checkpoints."""
     return run_program("--verify", *(() if request.param == "both" else ("--model", request.param)))
 
 
-def test_tokens_and_logits_are_those_of_the_references(default_run):
+def test_tokens_and_logits_match_the_references(default_run):
     assert default_run.status == 0
     count = len(default_run.reports)
     assert default_run.output.count("PASS") == count
@@ -81,14 +81,14 @@ def test_tokens_and_logits_are_those_of_the_references(default_run):
 
 
 def test_three_compilations_per_model_and_none_while_serving(default_run):
-    """Caches and tables, a decode step and a mixed one: also with every step checked."""
+    """Caches and tables, a decode step and a mixed one; checking every step adds none."""
     count = len(default_run.engines)
     assert [engine.num_compilations for engine in default_run.engines] == [3] * count
     assert default_run.num_compilations == 3 * count
     assert default_run.output.count("3 in all") == count
 
 
-def test_every_block_comes_back(default_run):
+def test_every_block_is_freed(default_run):
     for engine in default_run.engines:
         engine.check_idle()
 
@@ -103,13 +103,13 @@ def test_it_says_what_it_did(default_run):
         assert default_run.output.count(words) == len(default_run.reports)
 
 
-def test_bytes_are_those_of_the_arrays(default_run):
+def test_reported_bytes_match_the_arrays(default_run):
     for engine, report in zip(default_run.engines, default_run.reports, strict=True):
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.caches))
         assert engine.cache_bytes == held
         peak = report.statistics.peak
         assert peak.cache_bytes <= held
-        assert peak.ids["sliding"] < peak.ids["global"]  # blocks behind the window went back
+        assert peak.ids["sliding"] < peak.ids["global"]  # blocks behind the window were freed
 
 
 def test_caches_are_written_in_place(default_run):
@@ -127,7 +127,7 @@ def test_caches_are_written_in_place(default_run):
 
 @pytest.mark.extended
 def test_bf16_caches_and_too_few_blocks():
-    """Sequences that gave up their blocks start over and still end where they should."""
+    """Preempted sequences start over and still end with the right tokens."""
     run = run_program(
         *("--model", "gemma4-e2b-tiny", "--verify", "--kv-format", "bfloat16", "--quiet"),
         *("--sliding-blocks", "9", "--global-blocks", "12"),
@@ -180,7 +180,7 @@ def test_a_verdict_needs_every_token_and_every_logit():
 
 # -- checkpoints and configs ----------------------------------------------------------------------
 
-REAL = {  # hidden, layers, q heads, sliding and global KV heads, window, shared, k_eq_v; facts
+REAL = {  # hidden, layers, q heads, sliding and global KV heads, window, shared, k_eq_v
     "E2B": (1536, 35, 8, 1, 1, 512, 20, False),
     "E4B": (2560, 42, 8, 2, 2, 512, 18, False),
     "12B": (3840, 48, 16, 8, 1, 1024, 0, True),
@@ -189,7 +189,7 @@ REAL = {  # hidden, layers, q heads, sliding and global KV heads, window, shared
 
 
 def real_config(name: str, **changes) -> dict:
-    """The text part of a published config.json."""
+    """Return the text part of a published config.json."""
     hidden, count, heads, sliding, global_, window, shared, k_eq_v = REAL[name]
     period = 5 if name == "E2B" else 6
     text = {
@@ -254,7 +254,7 @@ def test_published_geometries(name, owners, bytes_per_token, spelling):
 
 
 def test_real_models_have_the_parameters_their_names_say():
-    """Shapes only: nothing is allocated."""
+    """From shapes only: nothing is allocated."""
     for name, least, most in (("E2B", 4.5e9, 5.5e9), ("31B", 28e9, 34e9)):
         config = Gemma4Config.from_hf(real_config(name, intermediate_size=4 * REAL[name][0]))
         model = jax.eval_shape(lambda c=config: gemma4.nnx.split(gemma4.Gemma4(c, jnp.bfloat16))[1])
@@ -285,13 +285,13 @@ def test_proportional_rope_turns_64_pairs_of_512():
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
     ],
 )
-def test_a_model_that_is_not_this_one_is_refused(changes, words):
+def test_unsupported_models_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         Gemma4Config.from_hf(real_config("31B", **changes))
 
 
 def copy_checkpoint(source: Path, target: Path, tensors: dict, shards: int) -> Path:
-    """A checkpoint of the same config with other tensors, in one file or several."""
+    """Write a checkpoint with the same config and other tensors, in one file or several."""
     target.mkdir()
     shutil.copy(source / "config.json", target)
     if shards == 1:
@@ -357,7 +357,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         (["--implementation", "mosaic_gpu", *ONE_AT_A_TIME], "--implementation: "),
     ],
 )
-def test_wrong_arguments_are_told(arguments, words, capsys):
+def test_wrong_arguments_are_reported(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
         generate.main(arguments)
     assert exit.value.code == 2
@@ -384,9 +384,9 @@ def test_every_implementation_can_be_named():
         assert generate.options_parser().parse_args(arguments).implementation == name
 
 
-def test_a_broken_tokenizer_is_told(tmp_path, monkeypatch):
+def test_a_broken_tokenizer_is_reported(tmp_path, monkeypatch):
     def from_file(path):
-        raise Exception("expected value at line 1 column 1")  # as tokenizers does
+        raise Exception("expected value at line 1 column 1")  # as the tokenizers package does
 
     stub = types.ModuleType("tokenizers")
     stub.Tokenizer = types.SimpleNamespace(from_file=from_file)

@@ -1,4 +1,4 @@
-"""`examples/minimal.py`: the texts it writes, against the same model without caches."""
+"""`examples/minimal.py` writes the same texts as its model without caches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 @pytest.fixture(scope="module")
 def minimal() -> types.ModuleType:
-    """The example, which computes its vectors as it is imported."""
+    """Import the example, which computes its vectors on import."""
     from examples import minimal
 
     return minimal
 
 
 def dense_next(minimal: types.ModuleType, text: bytes, vectors: np.ndarray) -> int:
-    """The next byte, from the whole text at once and in float64.
+    """Return the next byte, computed from the whole text at once in float64.
 
-    `vectors` are those of positions from -BACK on.
+    `vectors` are the position vectors from position -BACK on.
     """
 
     def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ def dense_next(minimal: types.ModuleType, text: bytes, vectors: np.ndarray) -> i
     return int(np.argmax(np.asarray(minimal.EMBEDDING, np.float64) @ following[-1]))
 
 
-def test_texts_are_those_of_the_model_without_caches(minimal):
+def test_texts_match_the_model_without_caches(minimal):
     prompts = [b"How much wood would a woodchuck chuck? How much", b"ab abc ab"]
     before = minimal.step._cache_size()
     texts = minimal.generate(prompts, 20)

@@ -1,6 +1,6 @@
-"""The example models against references that transformers computed, under continuous batching.
+"""The example models under continuous batching, against references that transformers computed.
 
-Requests arrive while others run, prompts are read in chunks next to decodes, blocks and states lie
+Requests arrive while others run, chunks of prompts share steps with decodes, blocks and states lie
 in shuffled order, and everything that was never written holds NaN.
 """
 
@@ -51,7 +51,7 @@ HYBRIDS = ("qwen3-next-tiny", "nemotron-h-tiny")
 @pytest.mark.parametrize("name", some(MODELS, quick=("qwen3-tiny", "gpt-oss-tiny")))
 def test_float32_reproduces_the_reference(name):
     wanted = reference(name)
-    # A mixed step's program can run decode steps too; the recurrent ones have another for them.
+    # A mixed step's program can run decode steps too; recurrent layers have another one for those.
     buckets = (MIXED, DECODE) if name == "nemotron-h-tiny" else (MIXED,)
     engine = make_engine(load_model(CHECKPOINTS / name), buckets=buckets)
     tokens, error = serve(engine, wanted)
@@ -63,7 +63,7 @@ def test_float32_reproduces_the_reference(name):
     "name", some((*MODELS, *SLIDING), slow=("qwen3-next-tiny", "gemma4-31b-tiny"))
 )
 def test_drafts_change_neither_tokens_nor_logits(name):
-    """Of windows and recurrent states, too, which have seen tokens that were refused."""
+    """Also with windows and recurrent states, which have seen tokens that were refused."""
     wanted = reference(name)
     buckets = (MIXED, Bucket(40, 8, 5, 4))
     speculation = Speculation(4, backs_off=False)
@@ -79,7 +79,7 @@ def test_drafts_change_neither_tokens_nor_logits(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_as_it_is_served(name):
-    """With all of XLA's optimisations, decode steps, and every step's values checked."""
+    """With all of XLA's optimizations, with decode steps, and with every step's values checked."""
     wanted = reference(name)
     engine = make_engine(load_model(CHECKPOINTS / name), buckets=(MIXED, DECODE), check=True)
     tokens, error = serve(engine, wanted)
@@ -88,7 +88,7 @@ def test_float32_as_it_is_served(name):
 
 
 def traced(model: Model, num_tokens: int, longest: int):
-    """Shapes of a model's caches, and of what a step of 8 sequences returns."""
+    """Return the shapes of a model's caches and of what a step of 8 sequences returns."""
     groups = group_layers(model.layers)
     numbers, form = {group.name: 9 for group in groups}, jattn.Dense(model.dtype)
     caches = jax.eval_shape(lambda: init_caches(model.layers, numbers, 16, form))
@@ -108,8 +108,8 @@ def traced(model: Model, num_tokens: int, longest: int):
 
 
 @pytest.mark.parametrize("name", some(MODELS, quick=("gpt-oss-tiny", "qwen3-next-tiny")))
-def test_bfloat16_models_promote_nothing_in_silence(name):
-    """Traced only, in both kinds of step: logits in float32, caches of the shapes they had."""
+def test_bfloat16_models_promote_nothing_silently(name):
+    """Only traced, in both kinds of step: logits are float32, and caches keep shapes and dtypes."""
     model = load_model(CHECKPOINTS / name, "bfloat16")
     for num_tokens, longest in ((8, 1), (40, 40)):
         caches, (logits, after) = traced(model, num_tokens, longest)
@@ -120,7 +120,7 @@ def test_bfloat16_models_promote_nothing_in_silence(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "gemma4-31b-tiny"])
-def test_the_last_layer_computes_after_attention_what_logits_need(name, monkeypatch):
+def test_after_attention_the_last_layer_computes_only_rows_with_logits(name, monkeypatch):
     counts, compute = [], layers.GatedMLP.__call__
     monkeypatch.setattr(
         layers.GatedMLP, "__call__", lambda self, x: counts.append(len(x)) or compute(self, x)
@@ -144,13 +144,13 @@ def test_bfloat16_caches_stay_near_the_reference(name):
 
 @pytest.mark.parametrize("name", some(HYBRIDS, slow=("qwen3-next-tiny",)))
 def test_states_in_the_pages_of_keys_give_the_same_tokens(name):
-    """One free list and one set of pools for blocks and states alike, aligned as vLLM does."""
+    """Blocks and states share one free list and one set of pools, aligned as in vLLM."""
     model, wanted = load_model(CHECKPOINTS / name), reference(name)
     size = aligned_block_size(model.layers, 4, 4)
     state = max(c.layout.nbytes for c in model.layers.values() if isinstance(c, StateCache))
     attention = next(c for c in model.layers.values() if not isinstance(c, StateCache))
     token_bytes = 2 * 4 * attention.num_kv_heads * attention.head_dim
-    assert (size - 4) * token_bytes < state <= size * token_bytes  # the least block that fits
+    assert (size - 4) * token_bytes < state <= size * token_bytes  # the smallest block that fits
     engine = make_engine(model, block_size=size, unified=True)
     assert not any(isinstance(pool, jattn.blocks.StateSlots) for pool in engine.caches.pools)
     tokens, error = serve(engine, wanted, 8)
@@ -179,7 +179,7 @@ def wrong_window(monkeypatch):
 
 
 def forgotten_states(monkeypatch):
-    """Every chunk begins with a fresh recurrent state; the convolution's is kept."""
+    """Start every chunk from a fresh recurrent state, but keep the convolution's."""
 
     def read(self, layer, batch):
         conv, state = read_states(self, layer, batch)
@@ -190,7 +190,7 @@ def forgotten_states(monkeypatch):
 
 
 def forgotten_inputs(monkeypatch):
-    """Every chunk begins with a fresh convolution."""
+    """Start every chunk from a fresh convolution state."""
 
     def conv(x, state, *others):
         return causal_conv(x, jnp.zeros_like(state), *others)
@@ -217,7 +217,7 @@ def late_positions(monkeypatch):
         pytest.param("qwen3-tiny", late_positions, marks=pytest.mark.extended),
     ],
 )
-def test_wrong_models_are_told_from_right_ones(name, break_it, monkeypatch):
+def test_wrong_models_are_caught(name, break_it, monkeypatch):
     break_it(monkeypatch)
     engine = make_engine(load_model(CHECKPOINTS / name))
     _, error = serve(engine, reference(name), 2, forced=True, rows=(6,))
@@ -292,7 +292,7 @@ def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
         for shape in ((num_tokens, 96), (40, 96))
     )
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T  # small integers: exact
-    assert np.abs(exact).max() > 256  # more than bfloat16 holds: rounded, and only in the end
+    assert np.abs(exact).max() > 256  # too large for bfloat16: rounded, but only at the end
     y = jax.jit(layers.product)(x, weight)
     assert (y.dtype, y.shape) == (jnp.dtype(dtype), (num_tokens, 40))
     np.testing.assert_array_equal(y, jnp.asarray(exact, jnp.float32).astype(dtype))
@@ -311,7 +311,7 @@ def test_a_model_computes_the_same_with_joined_products(name):
         prompts = np.random.default_rng(3).integers(model.vocab_size, size=(2, 21)).tolist()
         sequences = engine.generate([Request(tuple(prompt), 4) for prompt in prompts])
         found.append(np.stack([sequence.logits for sequence in sequences]))
-    # Sums in another order differ by less than from the reference, which rounds elsewhere, too.
+    # Only the order of sums differs; the reference also rounds in other places.
     np.testing.assert_allclose(*found, atol=MAX_ERROR / 2)
 
 
@@ -346,14 +346,14 @@ def test_partial_rotation_leaves_the_rest():
             "nemotron-h-tiny",
             lambda tensors: {n.replace("model.", "backbone.", 1): x for n, x in tensors.items()},
         ),
-        # Published checkpoints have a layer that guesses, and embeddings for it.
+        # Published checkpoints have an MTP layer with embeddings.
         (
             "deepseek-v3-tiny",
             lambda tensors: {**tensors, "model.layers.3.enorm.weight": np.ones(3)},
         ),
     ],
 )
-def test_published_spellings_load_alike(name, change, tmp_path):
+def test_published_names_of_tensors_load_alike(name, change, tmp_path):
     ours = load_model(rewrite(name, tmp_path / "copy", change)).params
     theirs = load_model(CHECKPOINTS / name).params
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -407,7 +407,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path):
         ("nemotron-h-tiny", {"model_type": "llama"}, "model_type is 'llama', but must be one of"),
     ],
 )
-def test_a_model_that_is_not_this_one_is_refused(name, changes, words, tmp_path):
+def test_unsupported_models_are_refused(name, changes, words, tmp_path):
     there = rewrite(name, tmp_path / "copy", lambda tensors: tensors)
     config = {**json.loads((there / "config.json").read_text()), **changes}
     (there / "config.json").write_text(json.dumps(config))
@@ -446,7 +446,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_files_are_told(what, tmp_path):
+def test_broken_files_are_reported(what, tmp_path):
     there = rewrite("qwen3-tiny", tmp_path / "copy", lambda tensors: tensors)
     break_it, words = BROKEN[what]
     break_it(there)
@@ -455,7 +455,7 @@ def test_broken_files_are_told(what, tmp_path):
 
 
 def test_published_nemotron_geometry():
-    """Nemotron-H-8B's: a pattern of letters, and states of 4,255,744 bytes in vLLM's account."""
+    """Nemotron-H-8B's: a pattern of letters, and states of 4,255,744 bytes, as vLLM counts them."""
     config = json.loads((CHECKPOINTS / "nemotron-h-tiny" / "config.json").read_text())
     del config["layers_block_type"]
     config |= {

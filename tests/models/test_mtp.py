@@ -1,4 +1,4 @@
-"""A model's own layer guesses as published, and the tokens are those of runs without it."""
+"""Speculative decoding with a model's MTP layer: drafts as published, tokens as without it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine() -> Engine:
     ids=["prefixes", "no-prefixes"],
 )
 def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, caching):
-    """Under windows, states, preemption and prefixes; the tokens are those of runs without."""
+    """With windows, states, preemption and cached prefixes. Tokens are as without drafts."""
     rng = np.random.default_rng(caching)
     requests = some_requests(rng, 24)
     guesser = engine._speculator.proposer
@@ -70,13 +70,13 @@ def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, cac
     params = engine.model.params
     right = [dense_guesses(params, tokens, DRAFTS)[: len(g)] == g for tokens, g in noting.noted]
     assert len(right) > 40
-    # The last entry of a block from elsewhere was made with the token that came next there.
+    # The last entry of a reused block was computed with the token that followed it in another text.
     assert np.mean(right) > (0.8 if caching else 0.999)
 
 
 @pytest.mark.extended
-def test_a_prompt_that_is_handed_over_brings_what_guesses_need(engine, monkeypatch):
-    """The last token's keys and values, too, which are made with the token that comes next."""
+def test_a_prompt_that_is_handed_over_brings_what_drafts_need(engine, monkeypatch):
+    """Including the last token's keys and values, which depend on the token that comes next."""
     rng, guesser = np.random.default_rng(2), engine._speculator.proposer
     lengths = (2, 9, 17, 30, 40)
     requests = [Request(tuple(rng.integers(0, 256, size=n).tolist()), 12) for n in lengths]
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_handed_over_brings_what_guesses_need(engine, monkeypat
 
 @pytest.mark.extended
 def test_a_guess_needs_the_step_before_it(engine):
-    """Without hidden states there is no guess: of a sequence that begins again, or of none."""
+    """Without hidden states there are no drafts, as for a sequence that starts over."""
     proposer = engine._speculator.proposer
     restart(engine)
     sequence = engine.add(Request((1, 2, 3), 12))
@@ -114,7 +114,7 @@ def test_a_guess_needs_the_step_before_it(engine):
     engine.abort(sequence)
 
 
-def test_models_that_cannot_guess_are_refused():
+def test_models_without_an_mtp_layer_are_refused():
     with pytest.raises(ValueError, match=r"tiny guesses with MTP: it must be loaded with"):
         check_speculation(Speculation(DRAFTS, mtp=True), tiny_model(), limits())
     with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
@@ -136,7 +136,7 @@ def test_models_that_cannot_guess_are_refused():
 
 
 def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
-    """Of all tokens, in one jitted step of 64."""
+    """Return the hidden states of all tokens, from one jitted step of 64."""
     count = len(tokens)
     groups = group_layers(model.layers)
     caches = init_caches(model.layers, {g.name: 1 for g in groups}, 64, jattn.Dense("float32"))
@@ -156,7 +156,7 @@ def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
     return np.asarray(step(model.params, caches, batch)[1][:count], np.float64)
 
 
-FAMILIES = {  # how a checkpoint is written, what its layer guesses, and blocks for some preemption
+FAMILIES = {  # writes a checkpoint, computes its drafts, has so few blocks that some are preempted
     "qwen3-next": (write_qwen3_next, Published, {"global": 20, "state": 5}),
     "deepseek-v3": (write_deepseek, PublishedDeepseek, {"global": 20}),
 }
@@ -174,7 +174,7 @@ FAMILIES = {  # how a checkpoint is written, what its layer guesses, and blocks 
     ],
 )
 def test_a_family_guesses_as_published(write, published, blocks, tmp_path, monkeypatch):
-    """Under preemption, prefixes and states; the tokens are those of runs without guesses."""
+    """With preemption, cached prefixes and states. Tokens are as without drafts."""
     write(tmp_path / "model")
     model = load_model(tmp_path / "model", mtp=True)
     engine, reference = make_engine(model), published(tmp_path / "model")

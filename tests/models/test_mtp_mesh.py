@@ -1,4 +1,4 @@
-"""A model's own layer that guesses, on several devices: tokens and guesses of one device."""
+"""An MTP layer on several devices gives the tokens and drafts of one device."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def check_collectives(engine, guesser, steps, guesses):
 REQUESTS, GUESSED, COMING = some_requests(), [], {}
 """
 WRITERS = {"qwen3-next": write_qwen3_next, "deepseek-v3": write_deepseek}
-# By kind and shape, of a step of 40 tokens: one all-reduce more than without MTP, of the embeddings
-# of the tokens that come next; and of a guess for 8 sequences: embeddings, attention and experts.
+# All-reduces of a step of 40 tokens: one more than without MTP, for the embeddings of the tokens
+# that come next. A guess for 8 sequences has three: embeddings, attention and experts.
 REDUCES = {"qwen3-next": 9 + 1, "deepseek-v3": 7 + 1}
 LOGITS = ("all-gather", "f32[8,256]")
 
@@ -111,8 +111,8 @@ LOGITS = ("all-gather", "f32[8,256]")
         pytest.param("deepseek-v3", marks=pytest.mark.extended),
     ],
 )
-def test_guesses_and_tokens_on_two_devices_are_those_of_one(name, tmp_path):
-    """Experts are dealt out, columns, heads, KV heads; prompts go from one to two and back."""
+def test_two_devices_give_the_drafts_and_tokens_of_one(name, tmp_path):
+    """Experts, columns, heads and KV heads are split; prompts move from one to two and back."""
     WRITERS[name](tmp_path / "model")
     steps = {("all-reduce", "f32[40,64]"): REDUCES[name], LOGITS: 1}
     guesses = {("all-reduce", "f32[8,64]"): 3, LOGITS: 1}
@@ -127,8 +127,8 @@ check_collectives(engine, guesser, {steps}, {guesses})
 
 
 @pytest.mark.slow
-def test_keys_that_are_dealt_out(tmp_path):
-    """Latents, with experts on four devices; keys of two heads, which both devices have."""
+def test_keys_under_context_parallelism(tmp_path):
+    """Latents, with experts on four devices; keys of two heads, which both devices hold."""
     write_deepseek(tmp_path / "deepseek")
     write_qwen3_next(tmp_path / "qwen3-next")
     exchanged = {("all-gather", "f32[8,2,576]"): 1, ("all-to-all", "f32[1,8,1]"): 2}
@@ -143,7 +143,7 @@ check({str(tmp_path / "qwen3-next")!r}, make_meshes("context=2"))
 
 
 @pytest.mark.slow
-def test_groups_of_devices_guess_each_for_itself(tmp_path):
+def test_each_group_of_devices_guesses_for_itself(tmp_path):
     write_deepseek(tmp_path / "model")
     on_eight_devices(
         PRELUDE + f"check({str(tmp_path / 'model')!r}, make_meshes('data=2,tensor=2'))"
@@ -215,7 +215,7 @@ except Exception as failure:
 @pytest.mark.rotated
 @pytest.mark.parametrize("how", [pytest.param("lookup", marks=pytest.mark.slow), "draft", "mtp"])
 def test_drafts_over_two_processes(how, tmp_path):
-    """The first one guesses, or has both guess: tokens of a run without, guesses of one process."""
+    """The first one guesses, or has both guess. Tokens are as without drafts; drafts as of one."""
     folder = CHECKPOINTS / "qwen3-tiny"
     if how == "mtp":
         write_deepseek(folder := tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The example server's products in C++: when they are taken, and what they compute."""
+"""The example server's matrix products in C++: when they are used, and how they are compiled."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def test_nothing_is_taken_before_it_is_loaded(nothing_taken):
         ((1, 16, "float32"), (1, 4, 32, 16, "float32"), False),
     ],
 )
-def test_what_is_taken(nothing_taken, x, weight, taken):
+def test_which_products_are_taken(nothing_taken, x, weight, taken):
     native._taken.extend(["float32", "bfloat16"])
     x, weight = (jnp.zeros(size, dtype) for *size, dtype in (x, weight))
     assert native.takes(x, weight) == taken
@@ -62,7 +62,7 @@ def test_what_is_taken(nothing_taken, x, weight, taken):
         (native.WIDE, f"{sys.executable} -c 'import sys; sys.exit(sys.argv[-1])'", "failed: /"),
     ],
 )
-def test_a_library_that_cannot_be_had(
+def test_why_there_is_no_library_is_reported(
     nothing_taken, monkeypatch, tmp_path, features, compiler, reason
 ):
     monkeypatch.setattr(native, "processor_features", lambda: features)
@@ -76,7 +76,7 @@ def test_a_library_that_cannot_be_had(
 
 
 @pytest.mark.parametrize(("size", "taken"), [(64, True), (40, False)])
-def test_experts_are_multiplied_by_it(nothing_taken, size, taken):
+def test_products_of_experts_use_it(nothing_taken, size, taken):
     native._taken.extend(["float32", "bfloat16"])
     given = zeros(6, 32), zeros(4, size, 32), zeros(4, dtype="int32")
     assert (native.GROUPED in jax.jit(moe.expert_dot).lower(*given).as_text()) == taken
@@ -84,7 +84,7 @@ def test_experts_are_multiplied_by_it(nothing_taken, size, taken):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """A stand-in for the compiler; counts its calls, which write "a library"."""
+    """Replace the compiler by one that writes "a library", and list what it wrote."""
     calls = []
 
     def compile_it(command, **_):
@@ -99,19 +99,19 @@ def compiled(monkeypatch):
 
 
 def test_each_compilation_has_a_folder_of_its_own(compiled, monkeypatch, tmp_path):
-    """Processes with the same id, in containers that share the folder, must not share a file."""
+    """Processes with the same id, in containers that share a folder, must not write one file."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     library = native.build(tmp_path / "a" / "b")
     library.unlink()
     assert native.build(tmp_path / "a" / "b") == library
-    assert native.build(tmp_path / "a" / "b") == library  # which is there
+    assert native.build(tmp_path / "a" / "b") == library  # it is there already
     assert compiled[0].parent != compiled[1].parent
     assert len(compiled) == 2
     assert [*library.parent.iterdir()] == [library]
     assert library.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_library_is_of_one_source(compiled, monkeypatch, tmp_path):
+def test_a_library_belongs_to_one_source(compiled, monkeypatch, tmp_path):
     header = tmp_path / "other.h"
     header.write_text("// another")
     found = {native.build(tmp_path / "products")}
@@ -126,7 +126,7 @@ def test_a_library_is_of_one_source(compiled, monkeypatch, tmp_path):
     ("mode", "owner", "is_refused"),
     [(0o755, 0, False), (0o770, 0, True), (0o702, 0, True), (0o700, 1, True)],
 )
-def test_what_others_may_write_is_not_opened(
+def test_a_library_that_others_may_write_is_not_opened(
     compiled, monkeypatch, tmp_path, what, mode, owner, is_refused
 ):
     folder = tmp_path / "products"
@@ -148,11 +148,11 @@ def test_what_others_may_write_is_not_opened(
     if what == "folder":
         library.unlink()
         with pytest.raises(PermissionError):
-            native.build(folder)  # nor is anything compiled there
+            native.build(folder)  # and nothing is compiled there
 
 
 @pytest.mark.parametrize("error", [OSError, AttributeError])
-def test_a_library_that_stays_broken_is_a_reason(nothing_taken, monkeypatch, tmp_path, error):
+def test_a_library_that_stays_broken_is_reported(nothing_taken, monkeypatch, tmp_path, error):
     monkeypatch.setattr(native, "processor_features", lambda: native.WIDE)
     monkeypatch.setattr(native, "_open", Mock(side_effect=error("too short")))
     assert native.load(tmp_path) == "too short"
@@ -164,7 +164,7 @@ def test_a_library_that_stays_broken_is_a_reason(nothing_taken, monkeypatch, tmp
     ("arguments", "is_asked"),
     [((), True), (("--products", "xla"), False), (("--mesh", "tensor=1"), False)],
 )
-def test_the_server_says_what_multiplies(monkeypatch, capsys, arguments, is_asked, reason):
+def test_the_server_says_why_xla_multiplies(monkeypatch, capsys, arguments, is_asked, reason):
     asked = []
     monkeypatch.setattr(native, "load", lambda: asked.append(1) or reason)
     monkeypatch.setattr(serve, "Engine", lambda *_, **__: None)

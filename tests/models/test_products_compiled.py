@@ -1,6 +1,6 @@
-"""The products of the example engine in C++: compiled, exact, with padding, in models.
+"""The example engine's matrix products in C++: compiled, exact, with padding, in models.
 
-`tests/models/test_products.py` has when they are taken, and how the library is found.
+`tests/models/test_products.py` tests when they are used and how the library is found.
 """
 
 import os
@@ -37,7 +37,7 @@ nothing_taken = products.nothing_taken  # the fixture
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """With the compiled library, of all workers of a session."""
+    """The folder of the compiled library, which all workers of a session share."""
     base = tmp_path_factory.getbasetemp()
     found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "products"
     before, native._taken[:] = native._taken[:], []
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def loaded(folder, nothing_taken):
-    """Products are taken where a test says so, and XLA's elsewhere."""
+    """Load the library, which computes products only where a test says so."""
     assert native.load(folder) is None
     taken = native._taken[:]
     native._taken.clear()
@@ -67,7 +67,7 @@ def loaded(folder, nothing_taken):
     ]
 )
 def dtype(request, folder, loaded, monkeypatch):
-    """Of products: float32, and bfloat16 with and without the matrix unit; by the least, too."""
+    """float32, and bfloat16 with and without the matrix unit; both also with AVX2 only."""
     if request.param == "float32":
         return "float32"
     if request.param.endswith("AVX2"):
@@ -88,7 +88,7 @@ def dtype(request, folder, loaded, monkeypatch):
 
 def test_products_are_exact_where_they_can_be(dtype):
     rng = np.random.default_rng(0)
-    # Few and many tokens, several groups of them, small weights that one thread multiplies.
+    # Few and many tokens, several groups of tokens, and weights so small that one thread is used.
     sizes = (
         (1, 64, 32),
         (2, 32, 64),
@@ -109,7 +109,7 @@ def test_products_are_exact_where_they_can_be(dtype):
         np.testing.assert_array_equal(y, exact.astype(np.float32).astype(jnp.dtype(dtype)))
         columns = jax.jit(lambda x, w: native.product(x, w, jnp.float32, columns=True))(x, weight)
         np.testing.assert_array_equal(columns, exact.astype(np.float32))
-        if num_tokens in (7, 8) and native._instructions == "avx512":  # sums are those of one token
+        if num_tokens in (7, 8) and native._instructions == "avx512":  # sums as for one token
             real = [
                 jnp.asarray(rng.normal(size=(n, num_in)).astype(jnp.dtype(dtype)))
                 for n in (num_tokens, num_out)
@@ -124,7 +124,7 @@ def test_products_are_exact_where_they_can_be(dtype):
 
 def test_rows_that_are_padding_are_zeros(dtype):
     rng = np.random.default_rng(2)
-    weight = jnp.asarray(rng.integers(-1, 2, size=(64, 96)), dtype)  # whose sums no dtype rounds
+    weight = jnp.asarray(rng.integers(-1, 2, size=(64, 96)), dtype)  # sums that no dtype rounds
     for most, counts in ((1, (0, 1)), (8, (0, 3, 9, -1)), (60, (0, 1, 5, 8, 9, 33, 59, 60))):
         x = rng.integers(-1, 2, size=(most, 96))
         for columns in (False, True):
@@ -149,7 +149,7 @@ def test_runs_of_rows_have_matrices_of_their_own(dtype):
     for counts in ((1, 0, 3, 20, 2), (0, 0, 0, 0, 0), (40, 0, 0, 0, 0), (2, -5, 9, 100, 7)):
         exact, begin, ends = np.zeros((40, 96)), 0, []
         for matrix, count in zip(np.asarray(weights, np.float64), counts, strict=True):
-            ends.append(min(begin + max(count, 0), 40))  # counts that cannot be are cut
+            ends.append(min(begin + max(count, 0), 40))  # impossible counts are cut
             exact[begin : ends[-1]] = x[begin : ends[-1]] @ matrix.T
             begin = ends[-1]
         given = np.where(np.arange(40)[:, None] < begin, x, np.nan)
@@ -162,7 +162,7 @@ def test_products_of_nothing_are_zeros(loaded):
         given = jnp.zeros((3, 0)), jnp.zeros((32, 0))
         for _ in range(4):
             ones = jnp.ones(shape).block_until_ready()
-            del ones  # memory that XLA may use next
+            del ones  # XLA may use this memory next
             y = native.product(*given, jnp.float32, columns=columns)
             np.testing.assert_array_equal(y, np.zeros((3, 32)))
     assert native.product(jnp.zeros((0, 16)), jnp.zeros((32, 16)), jnp.float32).shape == (0, 32)
@@ -236,7 +236,7 @@ print("all sums are right")
 def test_under_sanitizers(folder, tmp_path):
     names = [native_sanitize.located(f"lib{name}.so") for name in ("asan", "stdc++")]
     if not os.path.isabs(names[0]):
-        pytest.skip("the C++ compiler brings no AddressSanitizer")
+        pytest.skip("the C++ compiler has no AddressSanitizer")
     options = {
         "LD_PRELOAD": " ".join(names),
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:allow_user_segv_handler=1",
@@ -249,7 +249,7 @@ def test_under_sanitizers(folder, tmp_path):
     assert done.stdout.endswith("all sums are right\n"), done.stderr[-3000:]
 
 
-def test_sums_round_as_little_as_xlas(dtype):
+def test_sums_round_as_little_as_those_of_xla(dtype):
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(n, 3072)), dtype) for n in (96, 512))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -276,7 +276,7 @@ def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
 
 
 def counted_rows():
-    """`padding.used_rows`, and the set of `(count, logits, whether it knew)` of its calls."""
+    """Wrap `padding.used_rows`; return it and the set of its calls: `(count, logits, known)`."""
     known, counted = padding.used_rows, set()
 
     def used_rows(count, *, logits=False):
@@ -289,7 +289,7 @@ def counted_rows():
 
 @pytest.mark.parametrize("name", [*checkpoints.MODELS, *checkpoints.SLIDING])
 def test_models_leave_padding_out(loaded, monkeypatch, name):
-    """Of tokens, and of logits of drafts, which have as many rows in another order. Experts too."""
+    """In tokens, in experts, and in logits of drafts, which have as many rows in another order."""
     monkeypatch.setattr(native, "_taken", loaded)
     experts = Mock(wraps=native.grouped_product)
     monkeypatch.setattr(native, "grouped_product", experts)
@@ -301,8 +301,8 @@ def test_models_leave_padding_out(loaded, monkeypatch, name):
     assert experts.called == (name in ("gpt-oss-tiny", "qwen3-next-tiny", "deepseek-v3-tiny"))
 
 
-def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
-    """A model that drafts for itself has every draft accepted."""
+def test_draft_models_leave_padding_out(loaded, monkeypatch):
+    """A model that is its own draft model has every draft accepted."""
     monkeypatch.setattr(native, "_taken", loaded)
     wanted = checkpoints.reference("qwen3-tiny")
     model = load_model(CHECKPOINTS / "qwen3-tiny")
@@ -316,8 +316,8 @@ def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("family", checkpoints.some(test_mtp.FAMILIES, slow=("qwen3-next",)))
-def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
-    """Guesses of the layer, whose tokens all have logits, are those of the formula."""
+def test_mtp_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
+    """The layer drafts as published; all of its tokens have logits."""
     monkeypatch.setattr(native, "_taken", loaded)
     experts = Mock(wraps=native.grouped_product)
     run = mtp.MtpGuesser._run
@@ -336,7 +336,7 @@ def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
 
 
 def broken_libraries(tmp_path):
-    """Empty, and with nothing that is looked for."""
+    """Return two broken libraries: an empty file, and one without the symbols we need."""
     source, other = tmp_path / "other.cc", tmp_path / "other.so"
     source.write_text("int other() { return 1; }\n")
     command = [*native.compiler(), "-shared", "-fPIC", str(source), "-o", str(other)]

@@ -1,4 +1,4 @@
-"""Recurrences over ragged steps (`examples/models/recurrent.py`) against a loop in float64."""
+"""Recurrences over ragged steps (`examples/models/recurrent.py`), against a float64 loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, KEY, VALUE, CHANNELS, TAPS = 3, 8, 5, 6, 4
 
 
 def one_by_one(x: dict[str, np.ndarray], state: np.ndarray, dtype: type = np.float64):
-    """`(out, last state)` of one sequence, token by token."""
+    """Return `(out, last state)` of one sequence, computed token by token."""
     state, out = state.astype(dtype), []
     x = {name: array.astype(dtype) for name, array in x.items()}
     for t in range(len(x["query"])):
@@ -30,7 +30,7 @@ def one_by_one(x: dict[str, np.ndarray], state: np.ndarray, dtype: type = np.flo
 
 
 def draw(rng: np.random.Generator, length: int, delta: bool) -> dict[str, np.ndarray]:
-    """A sequence's inputs, strong decays among them."""
+    """Draw a sequence's inputs, some with strong decay."""
     key = rng.normal(size=(length, HEADS, KEY))
     x = {
         "query": rng.normal(size=(length, HEADS, KEY)) / KEY**0.5,
@@ -44,7 +44,7 @@ def draw(rng: np.random.Generator, length: int, delta: bool) -> dict[str, np.nda
 
 
 def pack(parts: list[dict[str, np.ndarray]], num_tokens: int):
-    """A step's arguments: one sequence after another, NaN in what no sequence owns."""
+    """Pack sequences into a step's arguments, with NaN in rows that no sequence owns."""
     lengths = [len(part["query"]) for part in parts]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     padding = num_tokens - starts[-1]
@@ -73,7 +73,7 @@ def run(inputs, starts, state, *, max_query_len=None, chunk_size=None):
 
 
 def budget(x: dict[str, np.ndarray], state: np.ndarray, wanted: np.ndarray) -> float:
-    """Twice what the plain loop errs in float32, and a few ulps."""
+    """Return twice the plain loop's error in float32, plus a few ulps."""
     out, _ = one_by_one(x, state, np.float32)
     worst = np.abs(out - wanted).max(initial=0.0)
     scale = max(np.abs(wanted).max(initial=0.0), 1.0)
@@ -102,7 +102,7 @@ def test_ragged_steps(chunk_size, delta):
 
 
 def wrong_outputs(x, before):
-    """The results of faulty recurrences: no state, no decay, decay a token late, no delta rule."""
+    """Yield results of wrong recurrences: no state, no decay, decay a token late, no delta rule."""
     yield one_by_one(x, np.zeros_like(before))[0]
     yield one_by_one({**x, "log_decay": np.zeros_like(x["log_decay"])}, before)[0]
     yield one_by_one({**x, "log_decay": np.roll(x["log_decay"], 1, axis=0)}, before)[0]
@@ -158,7 +158,7 @@ def test_convolutions_carry_their_inputs():
         state, out, done = np.zeros((2, TAPS - 1, CHANNELS), np.float32), [], 0
         for n in cuts:
             tokens = np.full((12, CHANNELS), np.nan, np.float32)
-            tokens[0] = rng.normal(size=CHANNELS)  # a sequence in front of it
+            tokens[0] = rng.normal(size=CHANNELS)  # another sequence before it
             tokens[1 : 1 + n] = x[done : done + n]
             y, state = step(tokens, state, np.array([0, 1, 1 + n], np.int32))
             out.append(np.asarray(y)[1 : 1 + n])

@@ -79,7 +79,7 @@ def test_example_models_read_what_transformers_saves(family, libraries, tmp_path
     np.testing.assert_allclose(np.stack(sequence.logits), wanted[29:39], atol=2e-4)
 
 
-def test_rotary_frequencies_are_those_of_transformers(libraries):
+def test_rotary_frequencies_match_transformers(libraries):
     _, transformers, _ = libraries
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
