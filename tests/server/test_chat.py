@@ -1,4 +1,4 @@
-"""Chat templates: what a conversation becomes, alone and as transformers renders it."""
+"""Chat templates: the text of a conversation, compared with what transformers renders."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_conversation_becomes_text():
     assert '\nf{"x": 1}</s>' in template.render(TALKS["tools"])
 
 
-def test_a_template_reads_what_a_request_adds():
+def test_templates_see_what_a_request_adds():
     template = ChatTemplate({"default": MARKED, "tool_use": "with {{ tools | length }}"})
     assert "Line 1:  HELLO <É> !" in template.render(TALKS["one"], mood="!")
     assert template.render(TALKS["one"], tools=TOOLS) == "with 1"
@@ -95,12 +95,12 @@ def test_a_template_reads_what_a_request_adds():
         ("{{ messages[0].content + 1 }}", "str"),
     ],
 )
-def test_what_a_template_refuses_is_told(source, words):
+def test_errors_of_a_template_are_reported(source, words):
     with pytest.raises(ValueError, match=f"chat template refuses them: .*{words}"):
         ChatTemplate({"default": source}).render(TALKS["one"])
 
 
-def test_what_is_no_template_is_told():
+def test_a_broken_template_is_reported():
     with pytest.raises(ValueError, match=r"cannot be read: .*endfor"):
         ChatTemplate({"default": "{% for a in b %}"})
 
@@ -137,7 +137,7 @@ def test_the_bundled_model_has_a_template():
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "with-tools"])
 @pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
-def test_text_and_tokens_are_those_of_transformers(tmp_path, source, talk, tools, begins):
+def test_text_and_tokens_match_transformers(tmp_path, source, talk, tools, begins):
     transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -161,4 +161,4 @@ def test_text_and_tokens_are_those_of_transformers(tmp_path, source, talk, tools
     ours = Subwords.from_tokenizers(tmp_path / "tokenizer.json")
     found = theirs.apply_chat_template(TALKS[talk], tokenize=True, return_dict=False, **options)
     assert ours.encode(text, special_tokens=False) == list(found)
-    assert ours.encode(text) != list(found)  # with another beginning
+    assert ours.encode(text) != list(found)  # it adds <s>

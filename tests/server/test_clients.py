@@ -1,6 +1,6 @@
-"""OpenAI's client drives the server: all that it can ask for and this server has."""
+"""OpenAI's client against this server: everything that both support."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tokens_of(url, **body) -> list[int]:
 # -- conversations --------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_as_its_text_does(client):
+def test_a_conversation_continues_like_its_text(client):
     answer = chat(client)
     (choice,) = answer.choices
     assert (answer.object, choice.message.role) == ("chat.completion", "assistant")
@@ -113,13 +113,13 @@ def test_every_kind_of_message_reaches_the_template(client, url):
     assert chat(client, extra_body=more).usage.prompt_tokens == len("user: hello\n!")
 
 
-def test_what_asks_for_nothing_changes_nothing(client):
+def test_hints_change_nothing(client):
     hints = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "verbosity": "medium"}
     hints |= {"web_search_options": None, "service_tier": "auto", "store": False}
     assert chat(client, extra_body=hints).choices == chat(client).choices
 
 
-def test_an_answer_is_as_long_as_fits(client):
+def test_without_a_limit_a_text_is_as_long_as_fits(client):
     answer = chat(client, max_tokens=None)
     assert answer.usage.total_tokens == MAX_LEN
     assert chat(client, max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
@@ -154,7 +154,7 @@ def test_an_answer_is_as_long_as_fits(client):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has messages, but"),
     ],
 )
-def test_what_is_wrong_with_a_conversation_is_told(client, body, words, openai):
+def test_what_is_wrong_with_a_conversation_is_reported(client, body, words, openai):
     body = {"messages": HELLO, **body}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
@@ -191,7 +191,7 @@ def test_models_are_found_by_name(client, openai):
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-def test_tokens_and_text_are_each_others(url):
+def test_tokenize_and_detokenize_are_inverses(url):
     tokens = tokens_of(url, prompt="héllo")
     assert tokens == list("héllo".encode())
     assert tokens_of(url, prompt="héllo", messages=None, tools=None) == tokens
@@ -244,7 +244,7 @@ def test_every_error_has_openais_shape(engine, url, openai):
             assert chat(client).choices[0].message.content
 
 
-# -- what is asked of the tokens ------------------------------------------------------------------
+# -- sampling and log-probabilities ---------------------------------------------------------------
 
 
 def test_tokens_come_with_their_log_probabilities(client):
@@ -254,7 +254,7 @@ def test_tokens_come_with_their_log_probabilities(client):
     for token, logprob, top in zip(
         found.tokens, found.token_logprobs, found.top_logprobs, strict=True
     ):
-        assert len(top) == 3  # of a greedy choice, itself included
+        assert len(top) == 3  # the greedy choice is among them
         assert max(top.values()) == top[token] == logprob <= 0
     lengths = [len(token) for token in found.tokens]
     assert found.text_offset == [sum(lengths[:i]) for i in range(6)]
@@ -288,7 +288,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
     assert found.tokens[: len(prompt)] == list(prompt)
     assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
     assert len(found.token_logprobs) == len(prompt) + 3
-    for at in (1, 7, 20, len(prompt) - 1):  # what it says of a token is what it says after others
+    for at in (1, 7, 20, len(prompt) - 1):  # as when the token is chosen after the same prefix
         one = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(ord(prompt[at])): 100}}
         (next,) = complete(client, prompt[:at], **one).choices
         assert next.text == prompt[at]
@@ -301,7 +301,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
     assert texts[0].startswith(prompt)
 
 
-def test_several_texts_read_their_prompt_once(client, engine):
+def test_a_prompt_of_several_texts_is_computed_once(client, engine):
     wait_until_idle(engine)
     before = engine.statistics.num_computed_tokens
     prompt = "a prompt that was never read before, of some length"
@@ -313,7 +313,7 @@ def test_several_texts_read_their_prompt_once(client, engine):
     assert [choice.text for choice in answer.choices] == alone
 
 
-def test_a_seed_gives_each_prompt_what_it_gives_it_alone(client):
+def test_a_seed_gives_each_prompt_the_texts_it_has_alone(client):
     options = {"temperature": 1, "seed": 5, "n": 2}
     both = complete(client, ["first", "second"], **options).choices
     alone = [complete(client, prompt, **options).choices for prompt in ("first", "second")]
@@ -322,7 +322,7 @@ def test_a_seed_gives_each_prompt_what_it_gives_it_alone(client):
 
 
 def test_requests_without_a_seed_differ_after_each_start(engine):
-    """Unless the server is told where to begin."""
+    """Unless the server is given a seed to start from."""
 
     def seeds(*given) -> list[int]:
         served = ServedModel(engine.model, engine.tokenizer, MAX_LEN, *given)
@@ -341,7 +341,7 @@ def test_requests_without_a_seed_differ_after_each_start(engine):
     assert texts[0] == texts[1]
 
 
-def test_the_likeliest_of_several_are_given(client, openai):
+def test_best_of_returns_the_likeliest_texts(client, openai):
     options = dict(temperature=1, seed=7, logprobs=0, max_tokens=8)
     every = complete(client, n=6, **options).choices
     likely = [sum(c.logprobs.token_logprobs) / 8 for c in every]
@@ -376,7 +376,7 @@ def test_every_option_reaches_the_sampling(engine):
 
 
 class _Marked(Subwords):
-    """Bytes, of which "<" to "?" stand for special tokens "<60>" to "<63>"."""
+    """A byte tokenizer in which "<" to "?" are the special tokens "<60>" to "<63>"."""
 
     def __init__(self):
         def decode(tokens, special: bool) -> str:
@@ -393,8 +393,8 @@ class _Marked(Subwords):
         super().__init__(encode, decode, chr)
 
 
-def test_special_tokens_end_texts_and_are_shown_if_asked_for(engine, monkeypatch, openai):
-    """Without them in it, the text has nothing that a stop string could match."""
+def test_special_tokens_can_be_stop_strings_and_are_shown_if_asked_for(engine, monkeypatch, openai):
+    """They stop a text even where it leaves them out and no stop string could match."""
     monkeypatch.setattr(engine, "tokenizer", _Marked())
     ord_a, mark = ord("a"), 61
     options = {"logit_bias": {str(ord_a): 100, str(mark): 98}, "presence_penalty": 2}
@@ -421,7 +421,7 @@ def test_special_tokens_end_texts_and_are_shown_if_asked_for(engine, monkeypatch
     wait_until_idle(engine)
 
 
-def test_biases_and_penalties_are_heeded(client):
+def test_biases_and_penalties_are_applied(client):
     a, b = ord("a"), ord("b")
     only = complete(client, logit_bias={str(a): 100}).choices[0].text
     assert only == "a" * 12
@@ -441,7 +441,7 @@ def test_biases_and_penalties_are_heeded(client):
 
 
 def test_repetitions_are_penalised_as_numpy_says(client):
-    """The bias of each of four tokens is far above all logits, and so is divided by the penalty."""
+    """Four biases far above all logits decide, each divided by the penalty once its token came."""
     letters, bias = "abcd", np.array([100, 70, 40, 16])
     given = {str(ord(c)): int(b) for c, b in zip(letters, bias, strict=True)}
     for prompt in ("0", "a0"):

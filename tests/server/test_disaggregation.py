@@ -1,6 +1,6 @@
-"""Servers that share the work: one reads prompts, another one decodes, whatever happens between."""
+"""Disaggregated prefill and decode: one server reads prompts, another decodes, either may die."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.support.tiny_model import tiny_model
         ("--role prefill --draft qwen3-tiny --speculate mtp=2", "--draft is 'qwen3-tiny', but"),
     ],
 )
-def test_options_that_do_not_fit_each_other(capsys, arguments, words):
+def test_options_that_do_not_go_together(capsys, arguments, words):
     with pytest.raises(SystemExit) as end:
         serve.main([*arguments.split(), "--port", "0", "--no-compilation-cache"])
     assert end.value.code == 2
@@ -62,13 +62,13 @@ def test_options_that_do_not_fit_each_other(capsys, arguments, words):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
-    """The one that reads prompts drafts nothing, but writes the layer's keys and values."""
+def test_both_servers_load_the_mtp_layer(role, tmp_path, monkeypatch):
+    """The server that reads prompts drafts nothing, but writes the MTP layer's keys and values."""
     write_deepseek(tmp_path / "model")
     found = []
     monkeypatch.setattr(serve, "Engine", lambda *given, **options: found.append((given, options)))
     arguments = ["--model", str(tmp_path / "model"), "--speculate", "mtp=2", "--role", role]
-    arguments += ["--products", "xla"]  # C++, once loaded, stays for other tests
+    arguments += ["--products", "xla"]  # C++ products, once loaded, would stay for other tests
     arguments += ["--prefill-server", "http://x"] if role == "decode" else []
     options = serve.options_parser().parse_args(arguments)
     roles.check_role(options)
@@ -85,9 +85,9 @@ def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def engines(request) -> tuple[Engine, Engine]:
-    """One that reads, and one that decodes, in blocks of other sizes, unless a block has a scale.
+    """An engine that reads prompts, and one that decodes, with the cache format of the test.
 
-    A test may have another format than float32.
+    Their block sizes differ, unless a scale belongs to a block.
     """
     name = getattr(request, "param", "float32")
     sizes = {"budget": 16, "max_len": 240}
@@ -97,7 +97,7 @@ def engines(request) -> tuple[Engine, Engine]:
 
 
 def noting_requests(engine: Engine, monkeypatch) -> list[Request]:
-    """The requests that an engine is given from now on."""
+    """Return a list of the requests that an engine is given from now on."""
     found, add = [], engine.add
 
     def noting(request: Request, *more):
@@ -109,14 +109,14 @@ def noting_requests(engine: Engine, monkeypatch) -> list[Request]:
 
 
 def remote_of(engine: Engine, url: str, **options) -> Remote:
-    """As `roles.remote_of`, in a hurry."""
+    """Like `roles.remote_of`, but for prompts of 8 tokens and more."""
     description = describe(engine.model, engine.transfer, engine.caches)
     server = PrefillServer(url, engine.transfer, description, api_key="key", **options)
     server.check()
     return Remote([server], least_tokens=8)
 
 
-# They begin differently: what the prefix cache holds of a prompt by chance is not read elsewhere.
+# They begin differently, since what the prefix cache happens to hold is not read elsewhere.
 TEXTS = [(f"{i}: once upon a time there was " * 5)[: 20 + 17 * i] for i in range(8)]
 BODIES = [
     dict(prompt=TEXTS[0], max_tokens=9, temperature=0),
@@ -129,7 +129,7 @@ BODIES = [
 
 
 def choices(url: str, bodies=BODIES) -> list:
-    """The choices of all bodies, asked for at once."""
+    """Return the choices of all bodies, which are sent at once."""
 
     def ask(body):
         with http_client(url, timeout=300, headers={"authorization": "Bearer key"}) as c:
@@ -142,7 +142,7 @@ def choices(url: str, bodies=BODIES) -> list:
 
 
 def near(expected: list) -> list:
-    """Choices equal to these, but for how log-probabilities are rounded in other steps."""
+    """Return choices that compare equal up to the rounding of log-probabilities in other steps."""
     text = json.dumps(expected)
     return json.loads(text, parse_float=lambda x: pytest.approx(float(x), abs=1e-4))
 
@@ -160,19 +160,19 @@ def test_two_servers_answer_as_one(engines, monkeypatch):
     ):
         assert choices(url) == near(alone)
         done = decoder.statistics
-        # The prompt whose tokens are scored and the short one are read here.
+        # The decoder itself reads the prompt that is scored and the short one.
         assert (done.num_received_prompts, done.num_failed_prompts) == (7, 0)
         assert reader.statistics.finished["length"] == 7
-        # The other server knows what comes next, which an MTP layer's last keys depend on.
+        # The reader is told the token after a prompt, on which an MTP layer's last keys depend.
         prompts = {request.prompt for request in asked[decoder]}
         assert {(*request.prompt, *request.follow) for request in asked[reader]} <= prompts
         text = httpx.get(f"{url}/metrics").text
         assert "jattn_received_prompts_total 7" in text
-        # What the cache holds is not asked for again.
+        # What the prefix cache holds is not fetched again.
         assert choices(url, BODIES[:1]) == near(alone[:1])
         wait_until_idle(decoder)
     wait_until_idle(reader)
-    # The other server is gone: the same tokens, computed here.
+    # Without the reader, the decoder computes the same tokens itself.
     decoder.reset()
     remote = remote_module.Remote([PrefillServer(elsewhere, decoder.transfer, {})], least_tokens=8)
     with serving(decoder, remote=remote, api_key="key") as url:
@@ -242,7 +242,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_elsewhere(engines):
         body = dict(prompt=TEXTS[7], max_tokens=4)
         with contextlib.suppress(httpx.TimeoutException):
             httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.7)
-        # What this engine has meanwhile: nothing of it; another request runs.
+        # Meanwhile this engine has forgotten that request, and runs another.
         (other,) = choices(url, [dict(prompt="short", max_tokens=3)])
         assert other[0]["finish_reason"] == "length"
         assert decoder.statistics.num_requests == 1
@@ -254,8 +254,8 @@ def test_a_client_that_leaves_while_its_prompt_is_read_elsewhere(engines):
 
 
 @pytest.mark.extended
-def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
-    """Amid the bytes, and before it asks for them: they are dropped, and others are served."""
+def test_a_receiver_that_is_killed_harms_no_one_else(engines):
+    """Killed during the transfer or before it: the bytes are dropped, and others are served."""
     reader, decoder = engines
     wanted = digest(describe(decoder.model, decoder.transfer, decoder.caches))
     offers = Offers(1 << 24, seconds=1.0)
@@ -270,7 +270,7 @@ def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
                         f"GET /prefill/{offered['id']} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
                     )
                     assert raw.recv(20).startswith(b"HTTP/1.1 200")
-                    # As the kernel ends the connections of a process that is killed.
+                    # Reset the connection, as the kernel does for a process that is killed.
                     linger = struct.pack("ii", 1, 0)
                     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             again = client.get(f"/prefill/{offered['id']}")
@@ -284,7 +284,7 @@ def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
 
 
 @pytest.mark.extended
-def test_a_server_of_another_model_is_refused_at_the_start(engines):
+def test_a_server_with_another_model_is_refused_at_startup(engines):
     reader, decoder = engines
     options = serve.options_parser().parse_args(["--role", "decode", "--api-key", "key"])
     with serving(reader, offers=Offers(1 << 24), api_key="key") as elsewhere:
@@ -306,11 +306,11 @@ def test_a_server_of_another_model_is_refused_at_the_start(engines):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("engines", ["float32", "e4m3-token", "e4m3-block"], indirect=True)
-def test_three_calls_bring_what_an_engine_goes_on_with(engines):
-    """The tokens of one engine, and others if scales were lost.
+def test_an_engine_goes_on_with_what_three_calls_fetched(engines):
+    """Its tokens are those of one engine, and would differ if scales were lost.
 
-    A block's scale is its first tokens': both engines read the prompt in steps of whole blocks, and
-    the last token, which is computed where it is decoded, begins one.
+    A block's scale comes from its first tokens, so both engines read the prompt in steps of whole
+    blocks. The last token, which the decoding engine computes, begins a block.
     """
     reader, decoder = engines
     prompt = tuple(range(40, 72))
@@ -350,7 +350,7 @@ def test_three_calls_bring_what_an_engine_goes_on_with(engines):
 
 @pytest.mark.extended
 def test_two_processes_one_of_which_dies(tmp_path):
-    """Tokens are those of one server before, while and after the other one is killed."""
+    """Tokens are those of one server before, while and after the prefill server is killed."""
     ports = [free_port() for _ in range(2)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     command = [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-tiny"]
@@ -385,7 +385,7 @@ def test_two_processes_one_of_which_dies(tmp_path):
         assert "jattn_received_prompts_total 6" in text
         assert "jattn_received_tokens_total 414" in text
 
-        # Other prompts, amid which the first server dies: every one is answered.
+        # Every prompt is answered, although the first server dies meanwhile.
         others = rng.integers(1, 250, size=(6, 60)).tolist()
         first.send_signal(signal.SIGSTOP)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -401,7 +401,7 @@ def test_two_processes_one_of_which_dies(tmp_path):
         second.send_signal(signal.SIGTERM)
         second.wait(60)
 
-        # One server has the same tokens; it refuses to decode for another model.
+        # One server gives the same tokens. Decode servers refuse it: it has no --role prefill.
         alone = run("--port", str(ports[0]))
         wait_for(ports[0], alone)
         assert choices(urls[0], bodies) == found

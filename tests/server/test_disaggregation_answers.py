@@ -1,6 +1,6 @@
-"""What a server that reads prompts may answer: right, wrong, late, too much, or nothing at all."""
+"""Responses of a prefill server: right, wrong, late, too long, or none at all."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def transfer() -> Transfer:
 
 @contextlib.contextmanager
 def answering(answer):
-    """A server that does as it likes: `answer(handler)` for every request; its URL."""
+    """Run a server that calls `answer(handler)` for every request; yield its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -78,7 +78,7 @@ def answering(answer):
 
 
 def good(transfer: Transfer) -> tuple[bytes, dict]:
-    """The bytes that a server sends for a prompt, and its offer of them."""
+    """Return the bytes that a server sends for a prompt, and its offer of them."""
     contents = transfer.empty(len(PROMPT))
     for i, array in enumerate(contents.arrays):
         array[:] = i + 1
@@ -89,7 +89,7 @@ def good(transfer: Transfer) -> tuple[bytes, dict]:
 
 
 def serves(transfer: Transfer, change: str):
-    """Answers as `PrefillHandlers` does, but for one change."""
+    """Return an `answer` that does what `PrefillHandlers` does, except for one change."""
     data, offer = good(transfer)
     changed = {
         "other tokens": {"num_tokens": 3},
@@ -143,7 +143,7 @@ def serves(transfer: Transfer, change: str):
     return answer
 
 
-def test_what_is_sent_as_it_must_be_arrives(transfer):
+def test_right_answers_bring_the_contents(transfer):
     with answering(serves(transfer, "nothing else")) as url:
         found = PrefillServer(url, transfer, {}).read(PROMPT, transfer.empty)
     assert b"".join(found.bytes()) == good(transfer)[0]
@@ -162,7 +162,7 @@ def test_what_is_sent_as_it_must_be_arrives(transfer):
         ("nested JSON", "it answers 200: no reason"),
         ("another status", "it answers 500: no reason"),
         ("endless headers", "headers"),
-        ("no HTTP", r"\s|."),  # the line that came instead
+        ("no HTTP", r"\s|."),  # whatever line came instead
         ("nothing", "timed out"),
         ("fewer bytes", "bytes come, but must be"),
         ("more bytes", "bytes come, but must be"),
@@ -173,7 +173,7 @@ def test_what_is_sent_as_it_must_be_arrives(transfer):
     ],
 )
 def test_wrong_answers_are_failures(transfer, change, words):
-    """Never contents, never a hang, never more memory than what must come."""
+    """They bring no contents, never hang, and take no more memory than a right answer."""
     with answering(serves(transfer, change)) as url:
         seconds = 0.25 if change in ("nothing", "drops") else 30
         server = PrefillServer(url, transfer, {}, seconds=seconds)
@@ -196,7 +196,7 @@ def test_a_dead_server_is_left_alone_for_a_while(transfer, monkeypatch):
     assert not remote.servers[0].rests
 
 
-def test_prompts_that_wait_for_their_turn_have_no_thread_and_may_be_aborted(transfer, monkeypatch):
+def test_prompts_waiting_for_their_turn_need_no_thread_and_can_be_aborted(transfer, monkeypatch):
     class Server(PrefillServer):
         def read(self, prompt, *_):
             asked.append(prompt)
@@ -204,7 +204,7 @@ def test_prompts_that_wait_for_their_turn_have_no_thread_and_may_be_aborted(tran
 
     monkeypatch.setattr(remote_module, "MOST_ON_THEIR_WAY", 1)
     remote, go, asked = Remote([Server("http://x", transfer, {})]), threading.Event(), []
-    done, before = queue.SimpleQueue(), {*threading.enumerate()}  # some of which may be ending
+    done, before = queue.SimpleQueue(), {*threading.enumerate()}  # some may be ending
     for last, is_wanted in ((1, True), (2, False), (3, True)):
         remote.start((last, 0), done.put, lambda is_wanted=is_wanted: is_wanted)
     assert len({*threading.enumerate()} - before) == 1
@@ -222,7 +222,7 @@ def test_prompts_that_start_together_go_to_different_servers(transfer):
         @property
         def num_asked(self):
             found = self.count
-            time.sleep(0.02)  # other threads come between
+            time.sleep(0.02)  # lets other threads run in between
             return found
 
         @num_asked.setter
@@ -241,8 +241,8 @@ def test_prompts_that_start_together_go_to_different_servers(transfer):
     assert [server.count for server in servers] == [0, 0]
 
 
-def test_there_is_a_limit_to_what_arrives(transfer):
-    """Contents that wait for the caches hold up the next, and a prompt too long is refused."""
+def test_the_memory_for_contents_that_arrive_is_limited(transfer):
+    """Contents that wait for caches hold up the next ones, and too long a prompt is refused."""
     size = transfer.nbytes(len(PROMPT))
     with answering(serves(transfer, "nothing else")) as url:
         server = PrefillServer(url, transfer, {})
@@ -252,14 +252,14 @@ def test_there_is_a_limit_to_what_arrives(transfer):
         assert isinstance(held, Contents)
         server.seconds = 0.3
         assert first._read(PROMPT) is None
-        assert not server.rests, "it is no fault of the server's"
+        assert not server.rests, "the server is not to blame"
         server.seconds = 30
         del held
         assert first._read(PROMPT) is not None
 
 
-def test_there_is_a_limit_to_what_is_offered(transfer):
-    """From before it is fetched from the device to the end of the answer that sends it."""
+def test_the_memory_for_offered_contents_is_limited(transfer):
+    """It is reserved before contents leave the device, until the response with them has ended."""
     size = transfer.nbytes(len(PROMPT))
     offers = Offers(size, seconds=0.05)
     fetched = []
@@ -282,12 +282,12 @@ def test_there_is_a_limit_to_what_is_offered(transfer):
     async def offer_and_send() -> None:
         with pytest.raises(RuntimeError, match="no memory is left") as failure:
             await PrefillHandlers._read(reading, request)
-        assert failure.tb  # which holds what was reserved
+        assert failure.tb  # the traceback holds the reservation
         id = (await PrefillHandlers._read(reading, request))["id"]
         answer = await PrefillHandlers.fetch(reading, types.SimpleNamespace(path_params={"id": id}))
         await asyncio.sleep(0.1)
         assert offers.get(id) is None
-        assert offers.nbytes == size  # nothing of the answer is sent
+        assert offers.nbytes == size  # nothing of the response is sent yet
         with pytest.raises(ServerFullError):
             await PrefillHandlers._read(reading, request)
         del answer
@@ -301,7 +301,7 @@ def test_there_is_a_limit_to_what_is_offered(transfer):
 @pytest.mark.parametrize(
     "url", ["", "localhost:1", "ftp://x", "http://", "http://x:port", "http://["]
 )
-def test_what_is_no_url_is_refused(transfer, url):
+def test_wrong_urls_are_refused(transfer, url):
     with pytest.raises(ValueError, match="--prefill-server is"):
         PrefillServer(url, transfer, {})
 

@@ -1,6 +1,6 @@
-"""The server guesses with a draft model, by its command, and OpenAI's client sees no difference."""
+"""The server command with a draft model: OpenAI's client sees no difference."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.support.serving import openai_client, wait_for
 openai = support.openai  # the fixture
 CHECKPOINT = CHECKPOINTS / "qwen3-tiny"
 NEW, MAX_LEN = 40, 64
-IDLE = 32  # neurons that the draft has more
+IDLE = 32  # neurons that only the draft model has
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3))
 
 
 def write_draft(target: Path) -> Path:
-    """A model that is a little different, in a shape of its own.
+    """Write a model that differs a little, and has another shape.
 
-    Each KV head is there for every query head that shares it, and some neurons do nothing.
+    It repeats each KV head for all query heads that share it, and has neurons that do nothing.
     """
     rng = np.random.default_rng(0)
     config = json.loads((CHECKPOINT / "config.json").read_text())
@@ -73,7 +73,7 @@ def write_draft(target: Path) -> Path:
 
 
 def without_drafts(prompts: list[list[int]]) -> list[str]:
-    """Texts of an engine that guesses nothing, of every prompt and every way to draw."""
+    """Return an engine's texts without drafts, for every prompt and every sampling."""
     model = load_model(CHECKPOINT)
     limits = Limits(group_layers(model.layers), 2, 32, 16, MAX_LEN)
     engine = Engine(model, limits, tokenizer=Bytes(), buckets=make_buckets(limits, [2], [32]))
@@ -95,7 +95,7 @@ def test_the_command_serves_a_model_with_a_draft(tmp_path, mesh):
     command += ["--mesh", mesh] * bool(mesh)
 
     def count(name: str) -> int:
-        """Of all groups of devices."""
+        """Sum a metric over all groups of devices."""
         return sum(map(int, re.findall(rf"jattn_{name}_tokens_total\S* (\d+)", metrics())))
 
     def metrics() -> str:
@@ -132,7 +132,7 @@ def test_the_command_serves_a_model_with_a_draft(tmp_path, mesh):
                     stream=True,
                 )
                 assert "".join(event.choices[0].text for event in events) == expected[0]
-            assert count("accepted") < count("drafted")  # it is not always right
+            assert count("accepted") < count("drafted")  # some drafts are wrong
         finally:
             server.send_signal(signal.SIGTERM)
         assert server.wait(120) == 0

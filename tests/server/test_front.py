@@ -1,6 +1,6 @@
-"""Requests that outlive their server: what waits, what is computed again, and what ends."""
+"""Requests that outlive their server: what waits, what is computed again, what fails."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from examples.engine.http.front import Front, with_seed
 from examples.engine.http.replies import DIFFERS, Reply
 from examples.engine.supervise import supervise
 
-# Stands in for a server: it answers with the seed and its place, and dies when the body says so.
+# Stands in for a server: each text is the seed and an index, and it dies when the body says so.
 SERVER = """
 import http.server, json, os, pathlib, random, signal, socketserver, sys, threading, time
 
@@ -135,9 +135,9 @@ def folder():
 
 
 def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, tell=True, **access):
-    """The status of a supervisor that is told to end when `act`, a client, has; what that returns.
+    """Run a supervisor while `act`, a client, runs; return its exit status and what `act` returns.
 
-    A supervisor must be in the main thread, so that the client is in another one.
+    A supervisor must be in the main thread, so the client runs in another one.
     """
     path, port = f"{folder}/server", free_port()
     over = threading.Event()
@@ -152,7 +152,7 @@ def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, tell=True, **
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if it comes when all is over
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if one arrives late
         try:
             with Front(path, Access(**access), wait) as front:
                 front.listen("127.0.0.1", port)
@@ -192,7 +192,7 @@ def starts_in(folder) -> int:
 
 
 def stream(client, begun=lambda: None, **body) -> list:
-    """The events of a streamed answer."""
+    """Return the events of a streamed response."""
     with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -212,7 +212,7 @@ def text_of(events: list) -> str:
 def test_requests_outlive_two_servers(folder):
     def act(client):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            body = {"seed": 1, "deaths": 2, "sleeps": 60}  # the stream has begun before
+            body = {"seed": 1, "deaths": 2, "sleeps": 60}  # long enough for the stream to begin
             whole = pool.submit(client.post, "/v1/completions", json=body)
             events = stream(client, seed=2, deaths=2)
             return whole.result(), events
@@ -224,7 +224,7 @@ def test_requests_outlive_two_servers(folder):
     assert whole.json()["choices"][0]["text"] == "".join(f"1:{i} " for i in range(8))
     assert text_of(events) == "".join(f"2:{i} " for i in range(8))
     heads = {(event["id"], event["created"]) for event in events[:-1]}
-    assert len(heads) == 1, "the client sees several answers"
+    assert len(heads) == 1, "the client sees several responses"
 
 
 @pytest.mark.extended
@@ -239,7 +239,7 @@ def test_a_stream_without_a_seed_is_given_one(folder):
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"seed": 0}', b"[" * 100_000, b"\xff"], ids=lambda body: body[:9]
 )
-def test_bodies_that_are_given_no_seed(body):
+def test_bodies_that_get_no_seed(body):
     assert with_seed(body) == body
 
 
@@ -252,7 +252,7 @@ def test_a_seed_changes_nothing_else():
 
 @pytest.mark.extended
 def test_what_cannot_be_continued_ends_with_an_error(folder, monkeypatch):
-    """A text that differs, and requests that kill every server; the next one is answered."""
+    """A text that differs, and requests that kill every server. The request after them succeeds."""
     monkeypatch.setattr(supervise_module, "LONGEST_PAUSE", 0.01)
 
     def act(client):
@@ -280,7 +280,7 @@ def test_what_cannot_be_continued_ends_with_an_error(folder, monkeypatch):
 
 
 @pytest.mark.extended
-def test_an_engine_that_says_it_has_failed_is_waited_for(folder):
+def test_requests_wait_when_an_engine_reports_that_it_failed(folder):
     def act(client):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             body = {"deaths": 1, "fails": True, "seed": 4}
@@ -295,7 +295,7 @@ def test_an_engine_that_says_it_has_failed_is_waited_for(folder):
 
 
 @pytest.mark.extended
-def test_a_request_that_was_under_way_waits_for_room(folder, monkeypatch):
+def test_a_request_that_was_running_waits_for_room(folder, monkeypatch):
     monkeypatch.setattr(front_module, "BUSY_SECONDS", 0.05)
     body = {"deaths": 1, "full": True, "seed": 5}
     status, events = serve_while(lambda client: stream(client, **body), folder)
@@ -305,14 +305,14 @@ def test_a_request_that_was_under_way_waits_for_room(folder, monkeypatch):
 
 
 def test_a_server_that_stays_away(folder):
-    """Requests wait, but not too many and not for too long; then the supervisor is told to end."""
+    """Requests wait, but not too many and not too long. Then the supervisor is told to stop."""
 
     reason = "the server ended with signal 9: restart 1 of 9 in 60 s"
 
     def act(client):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             dies = pool.submit(stream, client, deaths=1)
-            # The front may see the end of the stream before the supervisor that of the server.
+            # The front may see the stream end before the supervisor sees the server end.
             until(lambda: client.get("/health").json().get("reason") == reason)
             health = client.get("/health")
             answers = [client.post("/v1/completions", json={})]
@@ -352,7 +352,7 @@ def test_events_come_one_by_one_and_a_client_that_leaves_ends_the_work(folder):
 
         def leave():
             seen.append(1)
-            if len(seen) == 3:  # the server waits with the fourth until there is `go`
+            if len(seen) == 3:  # the server holds back the fourth until the file `go` exists
                 raise InterruptedError
 
         with pytest.raises(InterruptedError):
@@ -400,7 +400,7 @@ def test_what_is_passed_on(folder):
     assert not [name for name in os.listdir(folder) if name.startswith("asked")]
 
 
-def test_an_address_that_is_taken(folder):
+def test_an_address_in_use_is_reported(folder):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         path = f"{folder}/server"
@@ -411,8 +411,8 @@ def test_an_address_that_is_taken(folder):
     assert starts_in(folder) == 1
 
 
-def test_it_reads_no_certificates(folder, monkeypatch):
-    """A path to them that leads nowhere, which TLS would fail with, and a proxy's name."""
+def test_the_front_reads_no_certificates(folder, monkeypatch):
+    """A missing certificate file, with which TLS would fail, and a proxy setting change nothing."""
     monkeypatch.setenv("SSL_CERT_FILE", f"{folder}/nowhere")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
 
@@ -431,7 +431,7 @@ def test_it_reads_no_certificates(folder, monkeypatch):
 
 
 class Stream(httpx.AsyncByteStream):
-    """A server's events, `(text, reason for the end)` or "[DONE]"; then it dies, if it does."""
+    """A server's events, `(text, finish reason)` or "[DONE]", after which it may die."""
 
     def __init__(self, *events, dies=False):
         self.events, self.dies = events, dies
@@ -447,7 +447,7 @@ class Stream(httpx.AsyncByteStream):
 
 
 def replied(*streams) -> tuple[str, list[str]]:
-    """What a client has of servers one after another, and the errors of the front's."""
+    """Return what a client gets from one server after another, and the front's errors."""
     sent, errors = [], []
 
     async def send(message):
@@ -483,9 +483,9 @@ def test_a_text_that_ends_elsewhere_is_another_text(first, then):
     assert text.count("data:") == len(first)
 
 
-def test_an_answer_that_is_whole_ends_there():
-    """Though the server dies before it has closed the connection."""
+def test_a_complete_response_needs_no_other_server():
+    """Even if the server dies before it closes the connection."""
     text, errors = replied(Stream(A, END_B, "[DONE]", dies=True))
     assert not errors
     assert text.endswith("data: [DONE]\n\n")
-    assert len(with_seed(b'{"prompt":[1,2,3],"stream":true}')) < 60  # no spaces that it had not
+    assert len(with_seed(b'{"prompt":[1,2,3],"stream":true}')) < 60  # no spaces are added

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: requests choose them by name, and they come and go."""
+"""LoRA adapters over HTTP: requests choose them by name, and they are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_request_chooses_its_adapter_by_name(qwen3, url):
 
 
 class _Client:
-    """Requests for adapters to a server of an engine, and for tokens from them."""
+    """A client that loads and unloads adapters and generates with them."""
 
     def __init__(self, http):
         self.http = http
@@ -75,7 +75,7 @@ class _Client:
         return answer.json()["choices"][0]["text"]
 
     def change(self, which: str, name, path=None, **more):
-        """The status and the message of a request to load or unload."""
+        """Load or unload an adapter; return the status and the message."""
         given = {"lora_name": name} | ({} if path is None else {"lora_path": str(path)}) | more
         answer = self.http.post(f"/{which}_lora_adapter", json=given)
         error = {} if answer.status_code == 200 else answer.json()["error"]
@@ -87,7 +87,7 @@ class _Client:
 
 @pytest.fixture
 def adapter_folder(qwen3) -> Path:
-    """The folder of adapters "a" and "b", with more: "c", and some that cannot be loaded."""
+    """The folder of adapters "a" and "b", with "c" added, and some that cannot be loaded."""
     restart(qwen3)
     folder = Path(qwen3.adapters["b"].directory).parent
     write_adapter(folder / "c", qwen3.adapters._base, seed=7, targets="proj")
@@ -99,8 +99,8 @@ def adapter_folder(qwen3) -> Path:
 
 
 @pytest.mark.extended
-def test_adapters_come_and_go_over_http(qwen3, adapter_folder, monkeypatch):
-    """A request keeps its adapter until it ends, and the adapter its place."""
+def test_adapters_are_loaded_and_unloaded_over_http(qwen3, adapter_folder, monkeypatch):
+    """A request keeps its adapter until it ends, and until then the adapter keeps its place."""
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
     with (
         serving(qwen3, lora_folder=adapter_folder, api_key="key") as address,
@@ -129,7 +129,7 @@ def test_adapters_come_and_go_over_http(qwen3, adapter_folder, monkeypatch):
 def _check_unloading_in_use(
     client: _Client, engine: Engine, patch: pytest.MonkeyPatch, before: str
 ) -> None:
-    """Unload "b" while a request for `before` runs: it ends as it would, and no other begins."""
+    """Unload "b" while a request runs: it still returns `before`, and no other one starts."""
     from examples.engine.http.protocol import ServedModel
 
     running, run_step = threading.Event(), engine.run
@@ -149,7 +149,7 @@ def _check_unloading_in_use(
         removed = "Success: LoRA adapter 'b' removed successfully."
         assert client.change("unload", "b") == (200, removed)
         assert client.models() == {"qwen3-tiny", "a"}
-        for was_read in (False, True):  # before the unload, by the request
+        for was_read in (False, True):  # by the request, before the adapter was unloaded
             with pytest.MonkeyPatch.context() as reading:
                 if was_read:
                     reading.setattr(ServedModel, "adapter", lambda *_: unloaded)
@@ -163,7 +163,7 @@ def _check_unloading_in_use(
 
 
 def _check_refused_loads(client: _Client, folder: Path) -> None:
-    """With "a" and "c" loaded, refuse what cannot be loaded, and do not say where the folder is."""
+    """With "a" and "c" loaded, wrong loads are refused, and no message shows the folder's path."""
     outside = "must be a directory below that of --lora-folder"
     for name, path, words in (
         ("d", "../a", outside),
@@ -192,7 +192,7 @@ def _check_refused_loads(client: _Client, folder: Path) -> None:
 
 
 class _Group:
-    """An engine's adapters, whose sequences have some of them, and what calls it between steps."""
+    """Stands in for an engine and its thread: adapters, sequences that use them, and `call`."""
 
     def __init__(self, room: Room):
         self.scheduler = types.SimpleNamespace(waiting=[], running=[])
@@ -209,7 +209,7 @@ class _Group:
         return function(self)
 
 
-def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
+def test_an_adapter_gets_the_same_place_in_all_groups_or_none(tmp_path):
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
     from starlette.applications import Starlette
 
@@ -235,7 +235,7 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
         return [set(group.adapters) for group in groups]
 
     assert [change("load", name)[0] for name in "ab"] == [200, 200]
-    for group, name in zip(groups, "ab", strict=True):  # the first has place 2, the second place 1
+    for group, name in zip(groups, "ab", strict=True):  # the first has 2 free, the other 1
         group.use(name)
         assert change("unload", name)[0] == 200
     status, words = change("load", "c")
@@ -247,10 +247,10 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
     for group in groups:
         group.scheduler.running.clear()
 
-    # A group that comes last refuses it, and one that comes first.
+    # Whether the group that refuses it comes last or first.
     for order in (groups, groups[::-1]):
         app = Starlette(routes=AdapterRoutes(order, Access(), tmp_path).routes())
-        for _ in range(3):  # and it keeps no place
+        for _ in range(3):  # it takes up no place
             assert "its rank is 3, but there is room for 2" in change("load", "large")[1]
             assert names() == [{"c"}, {"c"}]
     assert change("load", "a")[0] == 200
@@ -259,7 +259,7 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
     assert names() == [{"c"}, {"c"}]
 
 
-def test_adapters_may_go_while_they_are_looked_at():
+def test_adapters_may_be_unloaded_while_others_read_them():
     from examples.engine.http.protocol import ModelNotFoundError, ServedModel
 
     class Leaving(dict):

@@ -1,4 +1,4 @@
-"""Several engines behind one front: where requests go, and the tokens of one engine."""
+"""Several engines behind one front: where requests go, and tokens as from one engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYSTEM = tuple(range(40))
 
 
 class Thread:
-    """In place of an engine's: gives one token at a time, when it is told to."""
+    """Stands in for an engine's thread, and yields one token at a time."""
 
     def __init__(self, *, prefix_caching: bool = True):
         limits = types.SimpleNamespace(
@@ -59,14 +59,14 @@ def test_a_prompt_goes_where_its_beginning_was_read():
     assert runner.choose(Request(SYSTEM, 5)) == (0, 4)
 
 
-def test_a_known_beginning_is_not_worth_any_wait():
+def test_a_cached_prefix_is_not_worth_any_wait():
     runner = groups()
     assert runner.choose(Request((*SYSTEM, 1), 5)) == (0, 41)
     runner.groups[0].num_tokens = 39
     assert runner.choose(Request((*SYSTEM, 1), 5)) == (0, 1)
     runner.groups[0].num_tokens = 41
     assert runner.choose(Request((*SYSTEM, 1), 5)) == (1, 41)
-    assert runner.choose(Request((*SYSTEM, 1), 5)) == (1, 1)  # now both have read it
+    assert runner.choose(Request((*SYSTEM, 1), 5)) == (1, 1)  # both have read it now
 
 
 def test_without_a_prefix_cache_nothing_is_known():
@@ -75,7 +75,7 @@ def test_without_a_prefix_cache_nothing_is_known():
     assert runner.choose(Request((*SYSTEM, 1), 5)) == (0, 41)
 
 
-def test_the_end_of_what_was_read_long_ago_is_forgotten_first():
+def test_the_oldest_prefix_is_forgotten_from_its_end():
     group = Group(3)
     group.note([b"a", b"b", b"c"])
     assert group.num_known([b"a", b"b", b"c", b"d"]) == 3
@@ -87,7 +87,7 @@ def test_the_end_of_what_was_read_long_ago_is_forgotten_first():
     assert group.num_known([b"a"]) == 0
 
 
-def test_what_groups_have_to_do_is_counted_to_the_end():
+def test_the_work_of_groups_is_counted_down_to_zero():
     runner = groups(3)
 
     async def serve(request: Request, most: int = 99) -> None:
@@ -189,6 +189,6 @@ print("same")
     ],
     ids=["alone", "with-tensor", "with-all-axes"],
 )
-def test_tokens_are_those_of_one_engine(axes, devices):
+def test_tokens_match_those_of_one_engine(axes, devices):
     code = f"AXES, NAME = {axes!r}, 'qwen3-tiny'\n{SERVED}"
     assert processes.python(code, JAX_NUM_CPU_DEVICES=str(devices)).endswith("same")

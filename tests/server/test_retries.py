@@ -1,4 +1,4 @@
-"""Requests run by engines that die under them: others go on with the tokens that came."""
+"""When an engine dies, another one continues its requests after the tokens that came."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = [Token(10 + i, "abcdef"[i], "length" if i == 5 else None) for i in rang
 
 
 class Engines:
-    """Give the tokens after those that are given; each fails after so many of them."""
+    """Engines that continue after the given tokens; each fails after its number of new ones."""
 
     def __init__(self, *lasts: int, error: Exception | None = None):
         self.lasts, self.error, self.calls = list(lasts), error, []
@@ -37,13 +37,13 @@ class Engines:
 
 
 async def metrics() -> list[list[Family]]:
-    """Metrics of two engines."""
+    """Return metrics of two engines."""
     samples = [(f'{{replica="{i}"}}', 5 + i) for i in range(2)]
     return [[Family("steps_total", "counter", "Steps run.", [sample])] for sample in samples]
 
 
 async def texts(runner: Retrying, *, most: int = 99) -> str:
-    """The text of the request; its tokens must be those of one engine."""
+    """Return the request's text, checking that its tokens are those of one engine."""
     found = ""
     outputs = runner.stream(REQUEST)
     async for output in outputs:
@@ -56,7 +56,7 @@ async def texts(runner: Retrying, *, most: int = 99) -> str:
 
 
 @pytest.mark.parametrize("lasts", [(), (0,), (3,), (1, 0, 4), (2, 2, 1, 0)])
-def test_a_request_goes_on_where_it_was(lasts):
+def test_a_request_continues_where_it_was(lasts):
     engines = Engines(*lasts)
     runner = Retrying(engines, 4, metrics, pause=0)
     assert asyncio.run(texts(runner)) == "abcdef"
@@ -71,7 +71,7 @@ def test_a_request_goes_on_where_it_was(lasts):
     assert 'jattn_steps_total{replica="0"} 5\njattn_steps_total{replica="1"} 6\n' in told
 
 
-def test_a_request_that_kills_every_engine_kills_only_some():
+def test_a_request_that_kills_engines_is_given_up():
     engines = Engines(*[1] * 5)
     runner = Retrying(engines, 4, metrics, retries=2, pause=0)
     with pytest.raises(RuntimeError, match="3 engines were lost, the last one because: killed"):
@@ -80,7 +80,7 @@ def test_a_request_that_kills_every_engine_kills_only_some():
 
 
 @pytest.mark.parametrize("error", [ValueError("too long"), RuntimeError("the request failed")])
-def test_what_is_the_requests_fault_is_not_tried_again(error):
+def test_errors_of_the_request_itself_are_not_retried(error):
     engines = Engines(1, error=error)
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(texts(Retrying(engines, 4, metrics, pause=0)))
@@ -93,7 +93,7 @@ def test_leaving_early_ends_the_request_where_it_runs():
     assert engines.num_closed == 1
 
 
-def test_it_takes_no_more_than_it_is_told_to_and_ends_when_it_is_told_to():
+def test_limits_and_shutdown_are_respected():
     runner = Retrying(Engines(), 2, metrics)
     with runner.reserve(2), pytest.raises(ServerFullError), runner.reserve(1):
         pass

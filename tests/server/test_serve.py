@@ -1,6 +1,6 @@
 """The server, over a loopback socket and under load, with a model of a few kilobytes."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ engine, url, client = support.engine, support.url, support.client  # the fixture
 
 
 def events(response) -> list[dict]:
-    """The server-sent events of a whole answer, which must end with [DONE]."""
+    """Return the server-sent events of a whole response, which must end with [DONE]."""
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     *data, last = [line.removeprefix("data: ") for line in lines]
@@ -58,7 +58,7 @@ def test_a_prompt_is_continued(client, engine):
     assert again["choices"][0]["text"] == choice["text"] != ""
 
 
-def test_events_are_the_whole_answer_in_parts(client):
+def test_events_add_up_to_the_whole_response(client):
     body = dict(prompt=["one", "two"], n=2, max_tokens=20, temperature=1, seed=3)
     whole = complete(client, **body).json()
     with client.stream(
@@ -85,15 +85,15 @@ def test_events_are_the_whole_answer_in_parts(client):
 
 
 def answer_with(shape, tokenizer, candidates, prompt, *, stream=False, **options) -> list[dict]:
-    """The choices of an answer, or of all its events, of which everything is known.
+    """Return the choices of a response, or of all its events, to given tokens.
 
     Args:
-      shape: of the answer.
-      tokenizer: of the tokens.
-      candidates: the log-probabilities of each one's tokens.
-      prompt: those of a prompt, after its first token 0.
-      stream: as events.
-      options: of `CheckedBody`.
+      shape: the response's shape, `Completion()` or `Chat()`.
+      tokenizer: the tokenizer of the tokens.
+      candidates: the tokens of each candidate, with log-probabilities.
+      prompt: the tokens of the prompt after its first token 0, with log-probabilities.
+      stream: whether the response is streamed as events.
+      options: more fields of `CheckedBody`.
     """
     asked = CheckedBody(
         tuple(
@@ -126,15 +126,15 @@ def answer_with(shape, tokenizer, candidates, prompt, *, stream=False, **options
     return [choice for event in sent[1:-1] for choice in json.loads(event)["choices"]]
 
 
-def test_the_best_of_several_texts_is_that_of_the_likeliest_new_tokens():
-    """Whose prompt, with an unlikely token, is echoed: it counts less for the longer text."""
+def test_the_best_of_several_texts_has_the_likeliest_new_tokens():
+    """An echoed prompt does not count: its unlikely token would weigh less in the longer text."""
     candidates = [[Likelihood(99, -1.0)], [Likelihood(99, -1.5)] * 3]
     prompt = [Likelihood(98, -8.0)]
     (choice,) = answer_with(Completion(), Bytes(), candidates, prompt, echoes=("ab",))
     assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("abc", [None, -8.0, -1.0])
 
 
-# As vocabularies write bytes as characters, or fall back to bytes; the last one is U+FFFD itself.
+# As vocabularies write bytes: as characters, or as <0x..>; the last one is U+FFFD itself.
 NAMES = ("a", "Ġb", "Ã", "©", "<0xC3>", "<0xA9>", "\ufffd")
 
 
@@ -148,9 +148,9 @@ SUBWORDS = Subwords(
 )
 
 
-def test_parts_of_characters_have_bytes_and_places_of_their_own():
+def test_tokens_that_split_a_character_have_bytes_and_offsets():
     assert tuple(map(SUBWORDS.token_bytes, range(len(DATA)))) == DATA
-    others = ((4, -1.0), (0, -3.0))  # the first reads as the token 2, and is likelier
+    others = ((4, -1.0), (0, -3.0))  # the first has the same text as token 2, and is likelier
     tokens = [Likelihood(2, -2.0, others), *(Likelihood(token, -0.5) for token in (5, 1, 0))]
     prompt = [Likelihood(4, -1.0), Likelihood(3, -1.0)]
     echo = {"echoes": ("aé",)}
@@ -168,13 +168,13 @@ def test_parts_of_characters_have_bytes_and_places_of_their_own():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_that_are_not_finite_are_the_servers_fault(stream):
+def test_log_probabilities_that_are_not_finite_are_a_server_error(stream):
     likely = Likelihood(65, float("nan"))
     with pytest.raises(RuntimeError, match="log-probabilities are not finite"):
         answer_with(Completion(), Bytes(), [[likely]], [], stream=stream)
 
 
-def test_bytes_of_tokens_are_those_of_the_tokenizers_package(tmp_path):
+def test_bytes_of_tokens_match_the_tokenizers_package(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -196,7 +196,7 @@ def test_bytes_of_tokens_are_those_of_the_tokenizers_package(tmp_path):
         assert tokenizer.token_bytes(256) == b""  # embeddings are often padded
 
 
-def test_it_stops_where_it_is_asked_to(client):
+def test_texts_end_at_stop_strings(client):
     whole = complete(client, prompt="a", max_tokens=30, temperature=0).json()["choices"][0]["text"]
     stop = whole[9:12]
     (choice,) = complete(client, prompt="a", max_tokens=30, temperature=0, stop=stop).json()[
@@ -272,7 +272,7 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "mood": "good", "n": 0}, "mood is not a field this server knows; n is 0"),
     ],
 )
-def test_what_is_wrong_is_answered_with_every_reason(client, engine, body, words):
+def test_wrong_requests_are_refused_with_every_reason(client, engine, body, words):
     for stream in (False, True):
         if isinstance(body, dict) and "stream" not in body and stream:
             body = {**body, "stream": True}
@@ -335,12 +335,12 @@ def test_a_slow_upload_is_given_up(engine):
             one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
         connection.sendall(b'content-length: 99\r\n\r\n{"prompt')
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
-        assert other.recv(4096) == b""  # its headers have no end
+        assert other.recv(4096) == b""  # its headers never end
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.2 seconds" in answer
 
 
-def test_a_client_that_reads_nothing_loses_its_place(engine, monkeypatch):
+def test_a_client_that_reads_nothing_is_dropped(engine, monkeypatch):
     monkeypatch.setattr(Answer, "_event", lambda *_, **__: "x" * (8 << 20))  # more than is buffered
     body = {"prompt": "x", "n": MAX_REQUESTS, "max_tokens": 1, "stream": True}
     body = json.dumps(body).encode()
@@ -406,7 +406,7 @@ def test_metrics_count_what_was_done(client, engine):
     assert after["jattn_requests_running"] == after['jattn_blocks_used{pool="global"}'] == 0
 
 
-def test_many_clients_at_once_get_what_each_would_get_alone(url, client, engine):
+def test_many_clients_at_once_get_what_each_gets_alone(url, client, engine):
     rng = np.random.default_rng(0)
     shared = "the same beginning of every prompt, "
     bodies = [

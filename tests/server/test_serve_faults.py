@@ -1,6 +1,6 @@
-"""The server when something goes wrong: clients leave, steps fail or hang, and it ends."""
+"""The server when something goes wrong: clients leave, steps fail or hang, it is told to end."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def long_request(**more) -> dict:
     return {"prompt": "x", "max_tokens": MAX_LEN - 1, **more}
 
 
-def test_clients_that_go_away_abort_their_requests(client, engine):
+def test_requests_are_aborted_when_their_client_leaves(client, engine):
     finished = engine.statistics.finished.copy()
     with client.stream("POST", "/v1/completions", json=long_request(stream=True)) as response:
         assert next(response.iter_lines()).startswith("data: ")
@@ -58,11 +58,11 @@ def test_clients_that_go_away_abort_their_requests(client, engine):
     assert complete(client, prompt="still there", max_tokens=2).status_code == 200
 
 
-def test_a_full_queue_is_told(url, client, engine, monkeypatch):
+def test_a_full_queue_is_reported(url, client, engine, monkeypatch):
     go, step = threading.Event(), engine.step
 
     def step_when_told():
-        # Without work, a step follows the command that the test before left: none may wait here.
+        # A command left by the test before causes a step without work, which must not wait here.
         assert not engine.has_work or go.wait(60)
         return step()
 
@@ -92,7 +92,7 @@ def some_text(client) -> str:
 
 @pytest.mark.parametrize("where", ["pack", "device", "text"])
 def test_an_exception_fails_its_request_and_no_other(where, client, engine, monkeypatch):
-    """The prompt is bad where inputs are laid out, on the device, or when its text is decoded."""
+    """The bad prompt fails when inputs are packed, on the device, or when its text is decoded."""
     wanted, bad = some_text(client), list(b"bad")
     failed = engine.statistics.finished["error"]
 
@@ -115,7 +115,7 @@ def test_an_exception_fails_its_request_and_no_other(where, client, engine, monk
         run = engine.run
 
         def broken(*args):
-            results = run(*args)  # the caches are given away
+            results = run(*args)  # the caches are donated
             fail_if(has_bad(engine.scheduler.running))
             return results
 
@@ -163,13 +163,13 @@ def test_a_prompt_that_cannot_be_handed_over_fails_alone(engine, monkeypatch):
 
 
 def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch, caplog):
-    """Whether the request is wrong, or what handles it before the engine does."""
+    """Whether the request itself is wrong, or the code that handles it before the engine."""
     remote = Remote([PrefillServer("http://127.0.0.1:1", engine.transfer, {})])
     with (
         serving(engine, remote=remote, origins=("*",)) as address,
         http_client(address, headers={"origin": "https://a.b"}) as client,
     ):
-        for wrong in (2**63, -1):  # hashes are of int64
+        for wrong in (2**63, -1):  # tokens are hashed as int64
             answer = complete(client, prompt=[wrong] + [1] * 70)
             assert answer.status_code == 400
             assert f"prompt has tokens [{wrong}], but must be in 0..255" in answer.text
@@ -191,7 +191,7 @@ def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch, caplog):
 
 
 def end_all(engine, threads=frozenset()):
-    """Wait for threads, then end all requests of an engine: it holds nothing any more."""
+    """Wait for threads, then abort all requests of an engine and check that it holds nothing."""
     for thread in threads:
         thread.join(60)
     for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
@@ -257,7 +257,7 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
 
 
 def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
-    """The server is told to end, and its thread does not."""
+    """The server is told to end, but its thread keeps running."""
     go, reasons, before = threading.Event(), [], set(threading.enumerate())
     monkeypatch.setattr(server, "LAST_STEP_SECONDS", 0.2)
     monkeypatch.setattr(engine, "step", lambda: go.wait(60) and [])
@@ -276,7 +276,7 @@ def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
 
 
 def test_a_step_that_runs_when_the_end_is_forced_is_noticed():
-    """Whoever waits for the thread is cancelled, as after a second interrupt."""
+    """The wait for the thread is cancelled, as after a second interrupt."""
     began, go, reasons = threading.Event(), threading.Event(), []
 
     def step() -> list:
@@ -308,12 +308,12 @@ def test_a_step_that_runs_when_the_end_is_forced_is_noticed():
 
 @pytest.mark.extended
 def test_a_busy_thread_does_not_delay_the_end(engine, monkeypatch):
-    """A request is read in a thread, which takes longer than the server waits for it."""
+    """A request is parsed in a thread, which takes longer than the server waits for it."""
     began, go = threading.Event(), threading.Event()
     monkeypatch.setattr(app, "read_completions", lambda *_: began.set() or go.wait(120))
     with concurrent.futures.ThreadPoolExecutor() as threads:
         try:
-            with serving(engine, drain_seconds=0.2) as address:  # waits 60 seconds for its end
+            with serving(engine, drain_seconds=0.2) as address:  # waits 60 s for its end
                 url = f"{address}/v1/completions"
                 threads.submit(httpx.post, url, json={"prompt": "x"}, timeout=60)
                 assert began.wait(60)
@@ -322,8 +322,8 @@ def test_a_busy_thread_does_not_delay_the_end(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["hangs", "gives-up"])
-def test_calls_and_requests_hear_of_a_step_that_does_not_end(what):
-    """Those that came when it had begun, and those that come when it has been told."""
+def test_calls_and_requests_fail_when_a_step_does_not_end(what):
+    """Those that came after it began, and those that come after it was reported."""
     began, go = threading.Event(), threading.Event()
 
     def step() -> list:
@@ -361,14 +361,14 @@ def test_calls_and_requests_hear_of_a_step_that_does_not_end(what):
     thread._thread.join(60)
 
 
-def test_requests_behind_the_end_hear_of_it():
+def test_requests_queued_behind_the_shutdown_fail():
     thread = EngineThread(types.SimpleNamespace(has_work=False, followers=None), 1)
 
     async def run() -> None:
         thread._commands.put(None)
         thread._commands.put(None)
         request = asyncio.ensure_future(anext(thread.stream(Request((1,), 1))))
-        await asyncio.sleep(0)  # it is in the queue
+        await asyncio.sleep(0)  # now it is queued
         thread.start()
         with pytest.raises(RuntimeError, match="the server is shutting down"):
             await asyncio.wait_for(request, 5)
@@ -403,7 +403,7 @@ def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [30.0, 0.3], ids=["in-time", "too-late"])
 def test_requests_are_finished_before_the_end(engine, monkeypatch, seconds):
-    """The server is told to end while two requests run: they end by themselves, or with errors."""
+    """The server is told to end while two requests run: they finish in time, or fail."""
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
     body = {"prompt": "x", "max_tokens": 60, "temperature": 0}
@@ -430,7 +430,7 @@ def test_requests_are_finished_before_the_end(engine, monkeypatch, seconds):
     wait_until_idle(engine)
 
 
-def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
+def test_a_busy_port_is_reported_before_anything_is_compiled(monkeypatch, capsys):
     monkeypatch.setattr(serve, "build", lambda options: pytest.fail("the model was built"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
@@ -464,7 +464,7 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
     "error",
     [MemoryError("Unable to allocate 745. GiB"), RuntimeError("RESOURCE_EXHAUSTED: Out of\nmany")],
 )
-def test_a_lack_of_memory_at_the_start_is_told(error, monkeypatch, capsys):
+def test_a_lack_of_memory_at_startup_is_reported(error, monkeypatch, capsys):
     def fail(*_):
         raise error
 
@@ -502,7 +502,7 @@ def test_a_lack_of_memory_at_the_start_is_told(error, monkeypatch, capsys):
         (["--max-lora-rank", "8"], "--max-lora-rank is for adapters: give --lora NAME=DIR or"),
     ],
 )
-def test_wrong_options_are_told(arguments, words, capsys):
+def test_wrong_options_are_reported(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
         serve.main(["--port", "0", *arguments])
     assert exit.value.code == 2

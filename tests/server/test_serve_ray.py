@@ -1,4 +1,4 @@
-"""Replicas behind Ray Serve: requests outlive the one that began them; load starts and ends one.
+"""Replicas behind Ray Serve: requests outlive a replica, and load starts and stops replicas.
 
 Needs Ray, and a few minutes:
 
@@ -32,9 +32,9 @@ else:
     import httpx
 
 NUM_TOKENS = 150
-MARK = f"jattn-{os.getpid()}"  # in the environment of the processes that this file starts
+MARK = f"jattn-{os.getpid()}"  # marks, in their environment, the processes that this file starts
 
-# The server, in a hurry, with replicas of which the first that is asked to loses its engine.
+# The server, with short delays; the first replica that gets prompt 7, 7, 7 loses its engine.
 SERVER = """
 import os, sys
 from examples import serve_ray
@@ -75,7 +75,7 @@ serve_ray.main(sys.argv[1:])
         "--replicas=3:2": "'3:2' has more at least than at most",
     }.items(),
 )
-def test_options_that_replicas_cannot_have(option, words):
+def test_options_that_replicas_refuse(option, words):
     done = subprocess.run(
         [sys.executable, "-m", "examples.serve_ray", option],
         cwd=processes.ROOT,
@@ -90,7 +90,7 @@ def test_options_that_replicas_cannot_have(option, words):
 
 @pytest.fixture(scope="module")
 def client(request, tmp_path_factory):
-    """A client of a server with two replicas, or `--replicas` of the test's."""
+    """A client of a server with two replicas, or with the test's `--replicas`."""
     folder = tmp_path_factory.mktemp("ray")
     port = free_port()
     sizes = {"max-seqs": 4, "token-budget": 16, "max-len": 256, "cpus": 0.5}
@@ -122,7 +122,7 @@ def client(request, tmp_path_factory):
             server.wait(60)
         finally:
             server.kill()
-    assert not replicas_running(), "the server has left processes behind"
+    assert not replicas_running(), "the server left processes behind"
 
 
 def wait_for(happened, server=None, log=None, seconds: float = 540) -> None:
@@ -135,7 +135,7 @@ def wait_for(happened, server=None, log=None, seconds: float = 540) -> None:
 
 
 def replicas_running() -> list[int]:
-    """The processes of replicas that this file has started."""
+    """Return the process ids of replicas that this file has started."""
     found = []
     for folder in pathlib.Path("/proc").iterdir():
         try:
@@ -151,20 +151,20 @@ def replicas_running() -> list[int]:
 
 
 def metrics(client, name: str) -> dict[str, float]:
-    """A metric, by replica; "" of what is not of one."""
+    """Return a metric by replica; the name "" stands for the server itself."""
     text = client.get("/metrics").text
     found = re.findall(rf'^jattn_{name}(?:{{replica="(\w+)"}})? (\S+)$', text, re.MULTILINE)
     return {replica: float(value) for replica, value in found}
 
 
 def body(first: int, **more) -> dict:
-    """A request of its own, that ends after `NUM_TOKENS` tokens."""
+    """Return a distinct request, which ends after `NUM_TOKENS` tokens."""
     prompt = [first, *range(1, 20)]
     return dict(prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=first, **more)
 
 
 def complete(client, body: dict, begun=lambda: None) -> str:
-    """The text of a request; `begun` is called with the first part of a stream."""
+    """Return the text of a request; `begun` is called for every part of a stream."""
     if not body.get("stream"):
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -182,7 +182,7 @@ def complete(client, body: dict, begun=lambda: None) -> str:
     return text
 
 
-def test_the_endpoints_are_those_of_one_engine(client):
+def test_the_endpoints_behave_as_with_one_engine(client):
     assert client.get("/health").json() == {"status": "ok"}
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["qwen3-tiny"]
     for wrong, status in (({"prompt": []}, 400), ({"prompt": [1], "model": "other"}, 404)):
@@ -198,7 +198,7 @@ def test_the_endpoints_are_those_of_one_engine(client):
 
 
 def test_prompts_that_begin_alike_go_to_one_replica(client):
-    """Two systems' prompts of 160 tokens: each is read once, whatever follows it."""
+    """Two system prompts of 160 tokens: each is read once, whatever follows it."""
     before = metrics(client, "prefix_cache_hit_tokens_total")
     assert len(before) == 2
     for i in range(5):
@@ -222,11 +222,11 @@ def test_requests_outlive_a_replica(client):
         answers = [pool.submit(complete, client, one, lambda: begun.append(1)) for one in bodies]
         wait_for(lambda: len(begun) > 60)
         now = metrics(client, "requests_received_total")
-        assert all(now[name] > busy[name] for name in busy), "a replica has nothing to do"
+        assert all(now[name] > busy[name] for name in busy), "a replica got no requests"
         os.kill(running[0], signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
     assert metrics(client, "requests_retried_total")[""] > retried
-    wait_for(lambda: len(metrics(client, "steps_total")) == 2)  # there is another one
+    wait_for(lambda: len(metrics(client, "steps_total")) == 2)  # a new one has started
     assert running[1] in replicas_running()
     assert running[0] not in replicas_running()
 
@@ -242,8 +242,8 @@ def test_a_replica_whose_engine_has_stopped_is_replaced(client):
 
 
 @pytest.mark.parametrize("client", ["1:2"], indirect=True)
-def test_load_starts_a_replica_and_its_end_ends_it(client):
-    """Twelve requests at a time are too many for one replica; for one at a time two are."""
+def test_load_starts_a_replica_which_stops_after_it(client):
+    """Twelve requests at a time are too many for one replica; one at a time is too few for two."""
     bodies = [body(i, stream=i % 2 == 0, temperature=i % 3 / 2) for i in range(12)]
     expected = [complete(client, {**one, "stream": False}) for one in bodies]
     assert len(replicas_running()) == 1
@@ -276,6 +276,6 @@ def test_load_starts_a_replica_and_its_end_ends_it(client):
 
 
 def has_work(client, besides: str) -> bool:
-    """Whether a replica but that one has been given requests."""
+    """Whether a replica other than that one has been given requests."""
     received = metrics(client, "requests_received_total")
     return any(count for name, count in received.items() if name not in ("", besides))

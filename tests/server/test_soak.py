@@ -1,13 +1,13 @@
-"""The server under mixed traffic for a long time: nothing grows, and answers stay what they were.
+"""The server under mixed traffic for a long time: memory does not grow, texts stay the same.
 
     SOAK_MINUTES=30 pytest -m soak tests/server/test_soak.py
 
-Clients that stream, read slowly, go away, ask for several texts, a structure, an adapter, or
-nonsense share a server whose pools are so small that prompts wait, are preempted, and come back
-from host memory.
+Clients stream, read slowly, leave, and ask for several texts, structured output, adapters or
+nonsense. The server's pools are so small that prompts wait, are preempted, and return from host
+memory.
 """
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.support.serving import serving, wait_until_idle
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 CLIENTS, PROMPTS, NEW = 6, 12, 16
 ADAPTERS = ("a", "b")
-# Attention alone, and with recurrent states, for which drafts are rolled back.
+# Only attention, and with recurrent states, which are rolled back after drafts.
 NAMES = ("qwen3-tiny", "qwen3-next-tiny")
-WARM = 0.3  # of the time, in which memory may still grow: allocators, caches of host memory
+WARM = 0.3  # share of the time in which memory may still grow: allocators, the host cache
 MOST_GROWTH = 24 << 20  # bytes, after that
-MANY = 5  # of every kind of request, at least
+MANY = 5  # the least requests of every kind
 KEPT = 5.0  # seconds that the server keeps an idle connection
 
 
@@ -51,7 +51,7 @@ def build(folder: Path, name: str) -> tuple[Engine, object]:
     model = load_model(CHECKPOINTS / name)
     loras = {n: write_adapter(folder / n, model, seed=i) for i, n in enumerate(ADAPTERS)}
     limits = Limits(group_layers(model.layers), 4, 40, 8, 96, {"global": 30}, adapters=Room(2, 4))
-    speculation = Speculation(3, shortest=1, backs_off=False)  # whether they pay or not
+    speculation = Speculation(3, shortest=1, backs_off=False)  # drafts even if they do not pay
     engine = Engine(
         model,
         limits,
@@ -66,12 +66,12 @@ def build(folder: Path, name: str) -> tuple[Engine, object]:
 
 
 def resident() -> int:
-    """Bytes of memory this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Traffic:
-    """Clients that ask in turn for all kinds of things."""
+    """Clients that send all kinds of requests."""
 
     def __init__(self, url: str, name: str):
         rng = np.random.default_rng(0)
@@ -81,18 +81,18 @@ class Traffic:
         ]
         self.url, self.counts, self.wrong = url, collections.Counter(), []
         self.models = (name, *ADAPTERS)
-        self.num_closed = 0  # connections that a request found closed
+        self.num_closed = 0  # requests that found their connection closed
         self.expected = self.ask_all()
         self.end = False
 
     def body(self, which: int, **more) -> dict:
-        """A greedy request, by the number of its prompt and model."""
+        """Return greedy request number `which`, which chooses its prompt and model."""
         model = self.models[which % 3]
         given = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
         return {"model": model, "prompt": self.prompts[which // 3], **given, **more}
 
     def ask_all(self) -> list[str]:
-        """The answers to all requests, one after another."""
+        """Return the texts of all requests, sent one after another."""
         with httpx.Client(base_url=self.url, timeout=300) as client:
             return [self.text(client, which) for which in range(3 * PROMPTS)]
 
@@ -102,7 +102,7 @@ class Traffic:
         return answer.json()["choices"][0]["text"]
 
     def run(self, seed: int) -> None:
-        """A client, until the end."""
+        """Run a client until the end."""
         rng = np.random.default_rng([1, seed])
         kinds = [self.whole, self.streamed, self.gone, self.several, self.structured, self.refused]
         with httpx.Client(base_url=self.url, timeout=300) as client:
@@ -124,7 +124,7 @@ class Traffic:
         return self.text(client, which) == self.expected[which]
 
     def streamed(self, client, which, rng) -> bool:
-        """Now and then slowly."""
+        """Read a stream, sometimes slowly."""
         pause, size = float(rng.choice([0, 0, 0.05])), 0
         body = self.body(which, stream=True)
         with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -157,7 +157,7 @@ class Traffic:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_grows_and_answers_stay(tmp_path, name):
+def test_memory_does_not_grow_and_texts_stay_the_same(tmp_path, name):
     engine, grammars = build(tmp_path, name)
     with serving(engine, grammars=grammars, max_requests=256) as url:
         traffic = Traffic(url, name)
@@ -186,12 +186,12 @@ def test_nothing_grows_and_answers_stay(tmp_path, name):
             f"{done.finished['abort']} aborted, {num_stops} stops of the process"
         )
         assert traffic.wrong == []
-        # Where a busy machine stops the process for so long that idle connections end, a request
-        # may be on its way to one.
+        # If a busy machine stops the process so long that the server closes idle connections, a
+        # request may be on its way over one of them.
         assert traffic.num_closed <= CLIENTS * num_stops
         assert traffic.ask_all() == traffic.expected
         wait_until_idle(engine)
-        deadline = time.monotonic() + 30  # the server closes connections of its own accord
+        deadline = time.monotonic() + 30  # the server closes connections in its own time
         while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -201,6 +201,6 @@ def test_nothing_grows_and_answers_stay(tmp_path, name):
         assert host.used_bytes <= host.max_bytes
         assert done.finished["abort"] > 0
         assert done.num_drafted_chunks > 0
-        # The median of the last half against that of the first: a leak grows with the requests.
+        # Compare the medians of the two parts of the run: a leak would grow with the requests.
         half = len(sizes) // 2
         assert np.median(sizes[half:]) - np.median(sizes[:half]) < MOST_GROWTH

@@ -1,6 +1,6 @@
-"""Servers that are started again: what counts, what is passed on, and a group of two processes."""
+"""Servers that are restarted: which exits count, what clients see, a group of two processes."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from examples.engine.supervise import supervise
 from tests.support import processes
 from tests.support.serving import completed, wait_for
 
-# Notes each start in a file, and ends with the status, or the signal, that its number asks for.
+# Records each start in a file, and ends with the status or signal given for that start.
 SERVER = """
 import os, pathlib, sys
 log = pathlib.Path(sys.argv[1])
@@ -47,7 +47,7 @@ os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
         ([-9], 0, 137),
     ],
 )
-def test_it_starts_again_what_dies(tmp_path, capfd, statuses, restarts, last):
+def test_a_server_that_dies_is_restarted(tmp_path, capfd, statuses, restarts, last):
     log = tmp_path / "starts"
     given = [str(log), ",".join(map(str, statuses))]
     assert supervise([sys.executable, "-Sc", SERVER, *given], restarts, pause=0.01) == last
@@ -60,7 +60,7 @@ def test_it_starts_again_what_dies(tmp_path, capfd, statuses, restarts, last):
         assert line == wanted
 
 
-def test_a_server_that_ran_for_long_is_as_good_as_new(tmp_path):
+def test_a_long_run_resets_the_count_of_restarts(tmp_path):
     log = tmp_path / "starts"
     command = [sys.executable, "-Sc", SERVER, str(log), "1,1,1,0"]
     assert supervise(command, 1, pause=0.01, steady=0) == 0
@@ -68,7 +68,7 @@ def test_a_server_that_ran_for_long_is_as_good_as_new(tmp_path):
 
 
 @pytest.mark.parametrize("dead", [False, True], ids=["running", "dead"])
-def test_it_ends_when_it_is_told_to(dead):
+def test_a_supervisor_ends_when_told_to(dead):
     server = "raise SystemExit(1)" if dead else "import time; time.sleep(60)"
     code = (
         "import sys; from examples.engine.supervise import supervise\n"
@@ -88,7 +88,7 @@ def test_it_ends_when_it_is_told_to(dead):
 
 
 def test_a_server_ends_with_its_supervisor():
-    """Which may be killed, and then cannot tell it."""
+    """A supervisor that is killed cannot tell the server to end."""
     server = (
         "import os, time; from examples.engine import starting\n"
         "starting.POLL_SECONDS = 0.05; starting.end_with_parent(os.getppid())\n"
@@ -104,29 +104,29 @@ def test_a_server_ends_with_its_supervisor():
         assert supervisor.stdout.readline() == b"1\n"
         began = time.monotonic()
         supervisor.kill()
-        assert supervisor.stdout.read() == b""  # the server has closed it, too
+        assert supervisor.stdout.read() == b""  # the server has closed it as well
         assert time.monotonic() - began < 20
 
 
 def test_a_server_whose_supervisor_died_first_ends():
-    """Before the server looked."""
+    """The supervisor died before the server first checked."""
     code = (
         "import time; from examples.engine import starting\n"
-        "starting.end_with_parent(2**22 + 1); time.sleep(60)"  # no process has this number
+        "starting.end_with_parent(2**22 + 1); time.sleep(60)"  # no process has this id
     )
     done = subprocess.run([sys.executable, "-Sc", code], cwd=processes.ROOT, timeout=50)
     assert done.returncode == -signal.SIGTERM
 
 
 def servers_of(supervisor: int) -> list[int]:
-    """The processes that a supervisor has started and that run."""
+    """Return the ids of a supervisor's running child processes."""
     children = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children")
     return [int(child) for child in children.read_text().split()]
 
 
 @contextlib.contextmanager
 def supervised(folder, *options: str, count: int = 1):
-    """Supervisors of a group of processes, and a client; what they wrote is in files `0`, `1`."""
+    """Run supervisors of a group of processes, which log to files `0`, `1`; yield a client too."""
     port, coordinator = free_port(), f"127.0.0.1:{free_port()}"
     sizes = ["--max-seqs=2", "--token-budget=4", "--max-len=128", "--restarts=9"]
     command = [sys.executable, "-m", "examples.engine.serve", "--model=qwen3-tiny", *sizes]
@@ -168,7 +168,7 @@ BODIES = [
 
 
 def answered_while(client, kill) -> list[str]:
-    """The texts of all requests at once, with `kill` called amid them."""
+    """Return the texts of all requests, sent at once; call `kill` while they run."""
     begun: list[int] = []
     with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as pool:
         answers = [pool.submit(completed, client, body, lambda: begun.append(1)) for body in BODIES]
@@ -199,7 +199,7 @@ def test_requests_outlive_a_server_that_is_killed(tmp_path):
 
 @pytest.mark.extended
 def test_requests_outlive_the_processes_of_a_group(tmp_path):
-    """The second and then the first is killed: the other one ends as well, and both join again."""
+    """Kill the second process, then the first: each time the other ends too, and both rejoin."""
     with supervised(tmp_path, count=2) as (group, client):
         wait_for(client.base_url.port, group[0])
         expected = [completed(client, {**body, "stream": False}) for body in BODIES]
@@ -221,7 +221,7 @@ def test_requests_outlive_the_processes_of_a_group(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("what", ["wrong", "taken"])
-def test_wrong_arguments_end_a_supervisor(tmp_path, what):
+def test_a_supervisor_ends_on_wrong_arguments(tmp_path, what):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         given = ["--role=decode"] if what == "wrong" else [f"--port={port}"]

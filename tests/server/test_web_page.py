@@ -1,6 +1,6 @@
-"""The page at `/`, in a browser without a window."""
+"""The page at `/`, in a headless browser."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_the_page_needs_nothing_from_elsewhere(url):
     paths = re.findall(r'"(/[\w/]+)"', answer.text)
     assert "/v1/models" in paths
     for path in paths:
-        assert httpx.get(f"{url}{path}").status_code in (200, 405)  # it is there
+        assert httpx.get(f"{url}{path}").status_code in (200, 405)  # it exists
 
 
 class Browser:
-    """Chromium, told what to do by its DevTools protocol over two pipes."""
+    """Chromium, driven by its DevTools protocol over two pipes."""
 
     def __init__(self, folder):
         to_browser, self._write = os.pipe()
@@ -75,7 +75,7 @@ class Browser:
         self._session = {"sessionId": found["sessionId"]}
 
     def _ask(self, method: str, **parameters) -> dict:
-        """Call a method, and wait for its answer among the events."""
+        """Call a method, and wait for its response among the events."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": parameters, **self._session}
         os.write(self._write, json.dumps(message).encode() + b"\0")
@@ -91,17 +91,17 @@ class Browser:
                 return answer["result"]
 
     def run(self, expression: str):
-        """The value of an expression of the page."""
+        """Return the value of an expression in the page."""
         answer = self._ask("Runtime.evaluate", expression=expression, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def text(self, id: str) -> str:
-        """The text of an element."""
+        """Return the text of an element."""
         return self.run(f"document.getElementById('{id}').textContent")
 
     def show(self, address: str, **query: str) -> None:
-        """Open a page, and wait until it has sent what the query says."""
+        """Open a page, and wait until it has sent what the query asks for."""
         self._ask("Page.navigate", url=f"{address}/?{urllib.parse.urlencode(query)}")
         self.wait("document.readyState == 'complete' && !document.getElementById('send').disabled")
         self.wait("document.getElementById('model').textContent != '…'")
@@ -114,11 +114,11 @@ class Browser:
             time.sleep(0.05)
 
     def screenshot(self) -> bytes:
-        """The page as a PNG."""
+        """Return the page as a PNG."""
         return base64.b64decode(self._ask("Page.captureScreenshot")["data"])
 
     def close(self) -> None:
-        """End it."""
+        """Close the browser."""
         os.close(self._write)
         self._process.terminate()
         self._process.wait(60)
@@ -135,7 +135,7 @@ def browser(tmp_path_factory):
 
 
 @pytest.mark.extended
-def test_a_text_and_a_message_are_answered(url, browser):
+def test_a_prompt_and_a_message_are_answered(url, browser):
     text = "it <b>is</b> & was"
     browser.show(url, send=text)
     assert browser.text("model") == "tiny"
