@@ -1,1 +1,1 @@
-"""The example engine: scheduling, prefix cache, drafts, adapters, several devices."""
+"""The example engine: scheduling, prefix cache, speculative decoding, adapters, devices."""

@@ -1,4 +1,4 @@
-"""Prompts that one engine reads and another goes on with: the tokens of one engine."""
+"""One engine reads prompts and another continues them, with the tokens of a single engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.tiny_model import tiny_model
 
 
 def reader(block_size: int, **options) -> Engine:
-    """An engine that reads prompts, in blocks of another size."""
+    """Build an engine that reads prompts, with another block size."""
     return build(sizes={"budget": 16, "block_size": block_size}, **options)
 
 
@@ -50,14 +50,14 @@ def receiver(request) -> Engine:
 
 
 def read(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Contents | None]:
-    """The contents that an engine hands over for prompts; None for those with nothing to read."""
+    """Return the contents that an engine hands over for prompts, or None if there are none."""
     long = {p: Request(p[:-1], 1, hands_over=True) for p in prompts if len(p) > 1}
     found = dict(zip(long, engine.generate(long.values()), strict=True))
     return [found[p].taken.fetched() if p in found else None for p in prompts]
 
 
 class Arriving:
-    """An engine whose prompts another one has read."""
+    """An engine that is given prompts which another one has read."""
 
     def __init__(self, engine: Engine, contents: dict[Request, Contents]):
         self.engine, self.contents = engine, contents
@@ -73,7 +73,7 @@ class Arriving:
 @pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
 def test_random_traffic_gives_the_tokens_of_one_engine(sender, receiver, caching, scarce):
-    """Of windows and states, drawn and greedy, when the receiver lacks blocks, too."""
+    """With windows and states, drawn and greedy tokens, and also when the receiver lacks blocks."""
     rng = np.random.default_rng([caching, scarce])
     requests = some_requests(rng, 60 if scarce else 20)
     restart(sender)
@@ -83,7 +83,7 @@ def test_random_traffic_gives_the_tokens_of_one_engine(sender, receiver, caching
     restart(receiver, prefix_caching=caching, num_blocks=counts)
     sequences = serve_at_random(Arriving(receiver, given), requests, rng)
     done = receiver.statistics
-    assert done.num_received_prompts >= len(requests) * 0.7  # some are aborted first
+    assert done.num_received_prompts >= len(requests) * 0.7  # some are aborted before
     if not (scarce or caching):
         assert done.num_reused_tokens == 0
         assert done.num_computed_tokens == done.num_new_tokens
@@ -114,15 +114,15 @@ def test_what_arrived_is_found_by_the_next_prompt(sender, receiver):
     list(receiver.stream())
     assert receiver.scheduler.pools[next(iter(receiver.scheduler.pools))].num_published > 0
     (again,) = receiver.generate([Request((*prompt[:-1], 7, 8), 3)])
-    # The state is kept at borders that a chunk ends at; the arrived one was at another engine's.
+    # States are kept only where a chunk ends; the one that arrived is from the end of a sender's.
     assert again.num_reused in (0, 4 * BLOCK)
     compare_with_separate_runs(receiver, [again])
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_a_block_that_came_in_part_is_not_found(sender, receiver, monkeypatch, wrong):
-    """Of layers with a window the last 9 of 23 tokens came: half of the block of tokens 12..15."""
+def test_a_block_that_arrived_in_part_is_not_reused(sender, receiver, monkeypatch, wrong):
+    """For layers with a window only the last 9 of 23 tokens arrive: half of the block 12..15."""
 
     def publish_all(sequence: Sequence, num_tokens: int) -> None:
         begin_at(sequence, num_tokens)
@@ -146,8 +146,8 @@ def test_a_block_that_came_in_part_is_not_found(sender, receiver, monkeypatch, w
 
 @pytest.mark.extended
 @pytest.mark.parametrize("wrong", ["rows", "state", "window"])
-def test_wrong_contents_are_found_out(sender, receiver, wrong):
-    """The comparisons above see one token's keys, a state, or a window that is off by one."""
+def test_wrong_contents_are_caught(sender, receiver, wrong):
+    """The comparisons above notice a wrong row, a lost state, or a window that is off by one."""
     restart(receiver)
     prompt = tuple(range(30, 30 + 6 * BLOCK + 1))
     (given,) = read(sender, [prompt])
@@ -175,7 +175,7 @@ def test_wrong_contents_are_found_out(sender, receiver, wrong):
 
 
 def pools(kv_format, kv_layout: str, block_size: int, count: int = 12) -> Caches:
-    """Two layers, full of what writing random numbers leaves in them."""
+    """Build the caches of two layers and fill them with random numbers."""
     rng, pairs, places = np.random.default_rng(0), [], []
     for layer in range(2):
         pair = jattn.init_kv_cache(count, 2, block_size, 32, format=kv_format, kv_layout=kv_layout)
@@ -222,8 +222,8 @@ def test_bits_are_kept_between_layouts_and_block_sizes(name, layouts):
 
 
 @pytest.mark.extended
-def test_kernel_blocks_are_other_ids():
-    """A pool of kernel blocks is taken by its own ids, those of the manager's blocks expanded."""
+def test_kernel_blocks_have_ids_of_their_own():
+    """Rows of a pool of kernel blocks are taken by the expanded ids of the manager's blocks."""
     whole, cut = (pools(jattn.Dense("float32"), "NHD", size) for size in (8, 4))
     cut = cut.with_pools(
         tuple(a.replace(data=b.data.reshape(24, 4, 2, 32)) for a, b in zip(*pair, strict=True))
@@ -252,8 +252,8 @@ def test_caches_are_written_in_place():
     "name",
     checkpoints.some((*checkpoints.MODELS, *checkpoints.SLIDING), slow=("qwen3-next-tiny",)),
 )
-def test_every_family_has_the_tokens_of_its_reference(name):
-    """Read in 16-token blocks and put into caches that hold NaN; nothing is computed twice."""
+def test_every_family_matches_its_reference(name):
+    """Prompts are read in 16-token blocks and put into caches of NaN; nothing is computed twice."""
     wanted = checkpoints.reference(name)
     engine = checkpoints.make_engine(load_model(checkpoints.CHECKPOINTS / name))
     rows = zip(wanted["prompts"], wanted["prompt_lens"], strict=True)
@@ -279,8 +279,8 @@ def test_every_family_has_the_tokens_of_its_reference(name):
 # -- what must agree -------------------------------------------------------------------------------
 
 
-def test_other_models_and_formats_are_told_apart(monkeypatch):
-    """In words, before anything is handed over."""
+def test_other_models_and_formats_are_recognized(monkeypatch):
+    """With a clear reason, before anything is handed over."""
     bounds = limits(budget=16, block_size=8)
 
     def described(model, kv_format="float32", size=8):
@@ -296,7 +296,7 @@ def test_other_models_and_formats_are_told_apart(monkeypatch):
     (words,) = differences(described(tiny_model(noise=1e-3)), ours)
     assert words.startswith("its weights: ")
     params = tiny_model().params
-    inner = params["v2"].at[1, 2].add(1e-3)  # neither the least number nor the largest
+    inner = params["v2"].at[1, 2].add(1e-3)  # neither the smallest number nor the largest
     assert params["v2"].min() < inner[1, 2] < params["v2"].max()
     for changed in (
         {"v2": inner},

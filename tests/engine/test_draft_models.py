@@ -1,4 +1,4 @@
-"""Drafts of a smaller model, and trees of drafts: the tokens of a run without them."""
+"""Draft models and trees of draft tokens: tokens are as without speculative decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.engines import (
 from tests.support.tiny_model import tiny_model
 
 DRAFTS = 3
-NODES = 6  # of a tree
+NODES = 6  # in a tree
 CONTEXT_MESH = DeviceMesh(types.SimpleNamespace(shape={"tensor": 1, "context": 2}))
 
 # -- a draft model --------------------------------------------------------------------------------
@@ -41,26 +41,26 @@ CONTEXT_MESH = DeviceMesh(types.SimpleNamespace(shape={"tensor": 1, "context": 2
 
 @pytest.fixture(scope="module")
 def attending() -> Engine:
-    """Without drafts, of a model that a draft model and trees are possible for."""
+    """An engine without drafts, for a model that supports draft models and trees."""
     return build(tiny_model(only_attends=True))
 
 
 @pytest.fixture(scope="module")
 def drafted() -> Engine:
-    """Its draft model is its own model."""
+    """An engine whose draft model is the model itself."""
     model = tiny_model(only_attends=True)
     return build(model, speculation=Speculation(DRAFTS, model, backs_off=False))
 
 
 @pytest.fixture(scope="module")
 def branching() -> Engine:
-    """It verifies trees."""
+    """An engine that verifies trees."""
     model = tiny_model(only_attends=True)
     return build(model, speculation=Speculation(NODES, branches=2, backs_off=False))
 
 
 def serve_drafted(drafted: Engine, attending: Engine, seed: int) -> float:
-    """Random traffic; the share of drafts that were accepted."""
+    """Serve random traffic and return the share of draft tokens that were accepted."""
     rng = np.random.default_rng(seed)
     requests = some_requests(rng, 24)
     restart(drafted, num_blocks={"global": 17, "sliding": 7})
@@ -75,20 +75,20 @@ def serve_drafted(drafted: Engine, attending: Engine, seed: int) -> float:
 
 
 @pytest.mark.extended
-def test_a_model_that_guesses_for_itself_is_right(drafted, attending):
-    """Of drawn tokens, too: both draw with the same random numbers."""
+def test_a_model_that_drafts_for_itself_is_always_right(drafted, attending):
+    """Even where tokens are drawn: both draw with the same random numbers."""
     assert serve_drafted(drafted, attending, 0) > 0.98
 
 
 @pytest.mark.extended
-def test_a_model_that_is_a_little_different_is_right_in_part(drafted, attending, monkeypatch):
+def test_a_slightly_different_draft_model_is_sometimes_right(drafted, attending, monkeypatch):
     other = tiny_model(only_attends=True, noise=0.05)
     monkeypatch.setattr(drafted._speculator.proposer, "model", other)
     assert 0.2 < serve_drafted(drafted, attending, 1) < 0.95
 
 
 @pytest.mark.extended
-def test_a_draft_model_begins_again_after_a_failure(drafted, attending, monkeypatch):
+def test_a_draft_model_starts_over_after_a_failure(drafted, attending, monkeypatch):
     proposer = drafted._speculator.proposer
     restart(drafted)
     for leaf in jax.tree.leaves(proposer.caches):
@@ -99,7 +99,7 @@ def test_a_draft_model_begins_again_after_a_failure(drafted, attending, monkeypa
     assert drafted.statistics.num_accepted_tokens > 6
 
 
-def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
+def test_unsuitable_draft_models_are_refused(monkeypatch):
     target = tiny_model(only_attends=True)
     wrong = dataclasses.replace(tiny_model(), vocab_size=300, max_positions=20)
     words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
     dealt = dataclasses.replace(target, mesh=CONTEXT_MESH)
     with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
         check_speculation(Speculation(DRAFTS, dealt), dealt, limits())
-    monkeypatch.setattr(arrays, "init_caches", None)  # before any is made
+    monkeypatch.setattr(arrays, "init_caches", None)  # refused before any caches are made
     with pytest.raises(ValueError, match="draft model tiny: it has 300 tokens"):
         Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
     with pytest.raises(ValueError, match="needs --draft"):
@@ -125,7 +125,7 @@ def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
 
 
 class Woods:
-    """Random trees that hold what comes on some path, whole or in part."""
+    """Random trees with all or some of the coming tokens on one of their paths."""
 
     is_cheap = True
 
@@ -162,7 +162,7 @@ def serve_trees(branching: Engine, attending: Engine, seed: int) -> Engine:
 def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(
     branching, attending, monkeypatch
 ):
-    """Under windows, and with preemption and reused prefixes; drawn tokens, too."""
+    """With windows, preemption and reused prefixes, for greedy and for drawn tokens."""
     out_of_place = []
     settle = Scheduler.settle
 
@@ -199,7 +199,7 @@ WRONG = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_trees_are_found_out(branching, attending, monkeypatch, name):
+def test_wrong_trees_are_caught(branching, attending, monkeypatch, name):
     monkeypatch.setattr(*WRONG[name])
 
     def serve():
@@ -221,19 +221,19 @@ def test_wrong_trees_are_found_out(branching, attending, monkeypatch, name):
         ([(1, 2)], 0, (), ()),
     ],
 )
-def test_continuations_share_what_they_begin_with(candidates, most, tokens, parents):
+def test_continuations_share_their_common_prefix(candidates, most, tokens, parents):
     assert trees.grow(candidates, most) == (tokens, parents)
     assert trees.depths((-1, 0, 1, 0, 1)).tolist() == [1, 2, 3, 2, 3]
     assert trees.paths((-1, 0, -1)).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
 
-def test_lookup_guesses_a_tree_where_text_went_on_in_two_ways():
+def test_lookup_drafts_a_tree_where_text_continued_in_two_ways():
     sequence = Sequence(Request((1, 2, 3, 7, 1, 2, 4, 8, 1, 2), 100))
     (guess,) = Lookup(2, branches=2).propose([sequence], [5])
     assert (guess.tokens, guess.parents) == ((4, 8, 1, 3, 7), (-1, 0, 1, -1, 3))
 
 
-def test_trees_are_refused_where_states_are_kept_or_keys_dealt_out():
+def test_trees_are_refused_with_states_or_context_parallelism():
     dealt = dataclasses.replace(tiny_model(only_attends=True), mesh=CONTEXT_MESH)
     for model in (tiny_model(), dealt):
         with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):

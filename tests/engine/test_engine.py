@@ -1,4 +1,4 @@
-"""The serving engine: random traffic, each request compared with a run of its own."""
+"""The serving engine under random traffic, each request compared with a separate run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def engine(request) -> Engine:
     [True, pytest.param(False, marks=pytest.mark.extended)],
     ids=["prefixes", "no-prefixes"],
 )
-def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, scarce):
+def test_random_traffic_gives_the_tokens_of_separate_runs(engine, caching, scarce):
     reused = preempted = 0
     for seed in range(3):
         rng = np.random.default_rng([seed, caching, scarce])
@@ -73,8 +73,8 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, s
     assert (reused > 0, preempted > 0) == (caching, scarce)
 
 
-def test_prompts_that_were_read_before_give_the_same_tokens(two_pools):
-    """Take their keys and values out of the caches, and put them into caches that hold NaN."""
+def test_prompts_that_were_handed_over_give_the_same_tokens(two_pools):
+    """Their keys and values are taken from the caches and put into caches that hold NaN."""
     rng = np.random.default_rng(5)
     restart(two_pools)
     requests = [r for r in some_requests(rng, 16) if len(r.prompt) > 1]
@@ -99,7 +99,7 @@ def test_more_random_traffic(engine, seed):
     compare_with_separate_runs(engine, serve_at_random(engine, some_requests(rng, 40), rng))
 
 
-def test_tokens_are_those_of_the_model_without_a_cache(engine):
+def test_tokens_match_the_model_without_a_cache(engine):
     rng = np.random.default_rng(5)
     restart(engine)
     requests = [
@@ -153,7 +153,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
+def test_a_wrong_engine_is_caught(two_pools, monkeypatch, name):
     where, wrong = WRONG[name]
     if not where.startswith("examples"):
         where = f"examples.engine.blocks.{where}"
@@ -168,7 +168,7 @@ def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()
-    two_pools.scheduler = Scheduler(two_pools.limits)  # without what the wrong one left behind
+    two_pools.scheduler = Scheduler(two_pools.limits)  # drop what the wrong one left behind
 
 
 # -- what a prefix cache is for -------------------------------------------------------------------
@@ -184,14 +184,14 @@ def test_a_prompt_is_not_computed_twice(engine):
     np.testing.assert_allclose(again.logits, first.logits, atol=1e-4)
     assert (first.num_reused, again.num_reused) == (0, 32)  # all of its full blocks
     assert engine.statistics.num_computed_tokens == computed + 2 + 5
-    # What it went on to say is there, too: a conversation continues where it was.
+    # The generated tokens are cached as well, so that a conversation continues where it was.
     longer = (*prompt, *first.chosen, 1)
     (third,) = engine.generate([Request(longer, 2)])
     assert third.num_reused == 36
 
 
-def test_another_engine_goes_on_after_the_tokens_of_one(two_pools):
-    """The same tokens and text, stop strings and penalties included."""
+def test_another_engine_can_continue_after_given_tokens(two_pools):
+    """Tokens and texts are the same, also with stop strings and penalties."""
     engine, rng = restart(two_pools), np.random.default_rng(12)
     penalized = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
     requests = [
@@ -237,7 +237,7 @@ def test_one_token_of_a_prompt_is_always_computed(two_pools):
     assert again.num_reused == 4
 
 
-def test_states_are_kept_at_the_borders_asked_for(two_pools):
+def test_states_are_kept_as_often_as_asked(two_pools):
     restart(two_pools, checkpoint_every=8)
     prompt = tuple(range(100, 123))
     two_pools.generate([Request(prompt, 1)])
@@ -246,7 +246,7 @@ def test_states_are_kept_at_the_borders_asked_for(two_pools):
     assert (same.num_reused, shorter.num_reused) == (16, 8)
 
 
-def test_what_is_longest_free_is_forgotten_first(two_pools):
+def test_blocks_that_are_free_the_longest_are_evicted_first(two_pools):
     restart(two_pools, num_blocks={"global": 15})
     prompts = [tuple(range(i, i + 17)) for i in (0, 40, 80, 120)]
     for prompt in prompts[:3]:  # 5 blocks each: the pool is full
@@ -257,7 +257,7 @@ def test_what_is_longest_free_is_forgotten_first(two_pools):
     assert reused == [16, 0]
 
 
-# -- in place, and nothing that grows --------------------------------------------------------------
+# -- in place, and counted -------------------------------------------------------------------------
 
 
 def test_caches_and_tables_are_written_in_place(engine):
@@ -280,7 +280,7 @@ def test_statistics_add_up(two_pools):
     assert all(s.arrived < s.first_token <= s.finished for s in sequences)
 
 
-def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
+def test_the_benchmark_waits_for_arrivals_and_counts_tokens(two_pools):
     restart(two_pools)
     load = serving.Load(num_requests=8, concurrent=4, shared=9, own=(1, 5))
     prompts, arrivals = load.prompts(256), load.arrivals(rate=40.0)
@@ -296,13 +296,13 @@ def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
     assert row["each_p99_ms"] >= row["each_ms"] > 0
     assert row["reused"] > 0
     gaps = np.diff(serving.Load(num_requests=4000).arrivals(rate=5.0))
-    assert abs(gaps.mean() - 0.2) < 0.02  # exponential: as large as its deviation
+    assert abs(gaps.mean() - 0.2) < 0.02  # exponential: mean and deviation are equal
     assert abs(gaps.std() - 0.2) < 0.02
     outputs = serving.Load(num_requests=400, new=(3, 7)).outputs
     assert set(outputs) == set(range(3, 8))
     ours = [s.chosen for s in sequences]
 
-    class Peer:  # answers in a second, the last token wrong by `off`
+    class Peer:  # takes one second, and its last token is off by `off`
         def __init__(self, off: int):
             self.off = off
 
@@ -343,7 +343,7 @@ def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
         (lambda: dataclasses.replace(limits(), max_len=0), "max_len is 0"),
     ],
 )
-def test_wrong_sizes_are_told(make, words):
+def test_wrong_sizes_are_reported(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -375,7 +375,7 @@ def test_a_state_too_large_for_a_page_is_refused():
 
 
 def plan_steps(scheduler: Scheduler, requests: list[Request]):
-    """Yield every plan; tokens are made up."""
+    """Yield every plan, and make up the tokens."""
     for request in requests:
         scheduler.add(Sequence(request))
     while scheduler.waiting or scheduler.running:
@@ -392,7 +392,7 @@ def plan_steps(scheduler: Scheduler, requests: list[Request]):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_scheduler_keeps_its_promises(seed):
+def test_the_scheduler_respects_its_limits(seed):
     bounds = limits(num_blocks=SCARCE[False])
     scheduler = Scheduler(bounds, seed)
     for plan in plan_steps(scheduler, some_requests(np.random.default_rng(seed), 30)):
@@ -417,14 +417,14 @@ def test_prompts_are_read_while_others_decode_and_none_starves():
     requests = [Request((i,), 20) for i in range(3)] + [Request((6,) * 40, 2)]
     steps = list(plan_steps(scheduler, requests))
     mixed = [plan for plan in steps if len({chunk.num_tokens > 1 for chunk in plan}) == 2]
-    assert len(mixed) >= 4  # 8 of its 40 tokens next to three decodes, and borders in between
+    assert len(mixed) >= 4  # each step reads 8 of its 40 tokens, or fewer up to a border
     last = max(
         i for i, p in enumerate(steps) if any(len(c.sequence.request.prompt) == 40 for c in p)
     )
     assert last < 12
 
 
-def test_blocks_behind_the_window_return():
+def test_blocks_behind_the_window_are_freed():
     scheduler = Scheduler(limits())
     held = []
     for _ in plan_steps(scheduler, [Request(tuple(range(40)), 20)]):
@@ -456,7 +456,7 @@ def rows_of(count: int, **given) -> SamplingRows:
 
 
 @pytest.mark.parametrize("size", [7, 192])
-def test_the_likeliest_token_is_the_first_of_the_largest(size):
+def test_the_likeliest_token_is_the_first_with_the_largest_logit(size):
     logits = np.random.default_rng(size).integers(-9, 9, size=(40, size)).astype(np.float32)
     logits[0], logits[1, 5:] = 0, np.inf
     logits[2], logits[3, 6] = -np.inf, np.nan
@@ -464,7 +464,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest(size):
     np.testing.assert_array_equal(jax.jit(sampling.likeliest)(logits), logits.argmax(1))
 
 
-def test_a_lone_prompt_is_padded_to_little():
+def test_a_single_prompt_is_padded_little():
     limits = Limits((Group("global", (0,)),), 64, 1024, 16, 256, {"global": 4096})
     buckets = make_buckets(limits)
     smallest = [
@@ -476,7 +476,7 @@ def test_a_lone_prompt_is_padded_to_little():
 
 
 def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """The tokens that may be drawn, found the slow way."""
+    """Return the tokens that may be drawn, found the slow way."""
     order = np.argsort(-logits)[: top_k or None]
     weights = np.exp(logits[order] - logits.max())
     kept, total = set(), 0.0
@@ -507,7 +507,7 @@ def test_draws_have_the_distribution_of_the_softmax(temperature):
     assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def test_rows_are_drawn_as_each_asks():
+def test_each_row_is_drawn_with_its_own_options():
     logits = jnp.tile(jnp.asarray([1.0, 3.0, 2.0, 0.0], jnp.float32), (4, 1))
     rows = dataclasses.replace(
         rows_of(4),
@@ -522,7 +522,7 @@ def test_rows_are_drawn_as_each_asks():
 
 
 def test_a_temperature_near_zero_is_greedy():
-    """Divided by it, logits would overflow."""
+    """Logits divided by it would overflow."""
     asked = (1e-38, 1e-30, 9e-6, 1e-5)
     sequences = [Sequence(Request((1,), 2, Sampling(temperature))) for temperature in asked]
     logits = jnp.tile(jnp.asarray([1.0, 300.0, -200.0, 0.0], jnp.float32), (len(asked), 1))
@@ -531,11 +531,11 @@ def test_a_temperature_near_zero_is_greedy():
     assert [sequence.request.sampling.draws for sequence in sequences] == [False] * 3 + [True]
 
 
-# -- text as it comes -----------------------------------------------------------------------------
+# -- streamed text --------------------------------------------------------------------------------
 
 
 class Words:
-    """A tokenizer that writes no space at the beginning, and splits a character in two."""
+    """A tokenizer that omits a leading space and splits a character in two."""
 
     def decode(self, tokens) -> str:
         data = b"".join((b"a", b" b", b"\xc3", b"\xa9")[token] for token in tokens)
@@ -553,7 +553,7 @@ class Words:
     ],
     ids=["bytes", "words"],
 )
-def test_characters_come_when_they_are_complete(tokenizer, tokens, rest):
+def test_characters_are_sent_when_complete(tokenizer, tokens, rest):
     stream = TextStream(tokenizer)
     texts = [stream.push([token])[0] for token in tokens]
     assert "".join(texts) == "a bé b"
@@ -561,7 +561,7 @@ def test_characters_come_when_they_are_complete(tokenizer, tokens, rest):
     assert stream.push([], end=True) == (rest, False)
 
 
-def test_what_is_no_text_is_a_wrong_value():
+def test_text_that_cannot_be_encoded_is_a_value_error():
     for tokenizer in (Bytes(), Subwords(lambda *_: [], lambda *_: "", str)):
         with pytest.raises(ValueError, match="surrogates not allowed"):
             tokenizer.encode("\ud800")
@@ -571,7 +571,7 @@ def test_text_ends_before_the_first_stop_string():
     stream = TextStream(Bytes(), ("END", "ENOUGH"))
     given = [stream.push([byte]) for byte in b"xENxENOUxENDyy"]
     assert "".join(text for text, _ in given[:12]) == "xENxENOUx"
-    assert given[2] == ("", False)  # "EN" may yet become one
+    assert given[2] == ("", False)  # "EN" may still become one
     assert given[3] == ("ENx", False)
     assert given[11] == ("", True)
 

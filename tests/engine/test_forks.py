@@ -1,4 +1,4 @@
-"""Several texts of one prompt: the same tokens as alone, and the prompt is computed once."""
+"""Several texts of one prompt have the tokens of separate runs, and compute the prompt once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(request):
 
 
 def several(prompt: tuple[int, ...], count: int, new: int = 9) -> list[Request]:
-    """Requests of one body: one tuple is the prompt of all."""
+    """Return requests that share one tuple as their prompt, as those of one body do."""
     return [Request(prompt, new, Sampling(1.0, seed=seed)) for seed in range(count)]
 
 
@@ -44,7 +44,7 @@ def test_a_prompt_is_computed_once(engine, length, caching):
     restart(engine, prefix_caching=caching)
     prompt = tuple(range(50, 50 + length))
     sequences = engine.generate(several(prompt, MAX_SEQS))
-    computed = length - 1 + MAX_SEQS * 9  # the last token of the prompt each for itself
+    computed = length - 1 + MAX_SEQS * 9  # each computes the prompt's last token itself
     assert engine.statistics.num_computed_tokens == computed
     assert [s.num_reused for s in sequences] == [0] + [length - 1] * (MAX_SEQS - 1)
     engine.check_idle()
@@ -52,7 +52,7 @@ def test_a_prompt_is_computed_once(engine, length, caching):
     assert len({tuple(s.chosen) for s in sequences}) == MAX_SEQS
 
 
-def test_full_blocks_are_held_once(engine):
+def test_full_blocks_are_shared(engine):
     restart(engine, prefix_caching=False)
     prompt = tuple(range(37))
     for request in several(prompt, MAX_SEQS):
@@ -102,7 +102,7 @@ def _copy_nothing(sequence, leader):
 
 
 @pytest.mark.parametrize("wrong", [_share_the_partial_block, _copy_nothing])
-def test_a_wrong_fork_is_found_out(engine, monkeypatch, wrong):
+def test_a_wrong_fork_is_caught(engine, monkeypatch, wrong):
     monkeypatch.setattr("examples.engine.scheduler.take_partial_blocks", wrong)
 
     def serve_and_compare():
@@ -114,4 +114,4 @@ def test_a_wrong_fork_is_found_out(engine, monkeypatch, wrong):
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()
-    engine.scheduler = Scheduler(engine.limits)  # without what the wrong one left behind
+    engine.scheduler = Scheduler(engine.limits)  # drop what the wrong one left behind

@@ -39,7 +39,7 @@ def engine(request) -> Engine:
 
 
 def test_a_prompt_returns_from_host_memory(engine):
-    """A pool for little more than one sequence: what the first one left is soon evicted."""
+    """The pool holds little more than one sequence, so the blocks of the first are soon evicted."""
     restart(engine, num_blocks=SCARCE[engine.limits.unified])
     prompt = tuple(range(100, 137))
     expected = engine.generate([Request(prompt, 9)])[0]
@@ -63,8 +63,8 @@ def test_a_prompt_returns_from_host_memory(engine):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [BYTES, 6000], ids=["ample", "small"])
-def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, size):
-    """Pools so small that sequences are preempted, and host memory that has to drop blocks, too."""
+def test_random_traffic_gives_the_tokens_of_separate_runs(engine, size):
+    """With pools so small that sequences are preempted, and host memory that must drop blocks."""
     returned = 0
     engine.host_cache.max_bytes = size
     try:
@@ -88,7 +88,7 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, size):
 
 
 def blocks_by_hash(engine: Engine) -> dict:
-    """The bytes of every block and state that can be found on the device."""
+    """Return the bytes of every published block and state on the device, by hash."""
     found = {}
     for place in engine.caches.places:
         pool = engine.scheduler.pools[
@@ -102,8 +102,8 @@ def blocks_by_hash(engine: Engine) -> dict:
 
 
 @pytest.mark.parametrize("scales", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_bytes_are_those_that_left(engine, scales):
-    """Words and scales of all layers, and states: bit for bit as they were."""
+def test_the_same_bytes_return(engine, scales):
+    """Words and scales of all layers, and states, return bit for bit."""
     if scales:
         if engine.limits.unified:
             pytest.skip("a page of 8-bit numbers does not hold a state")
@@ -125,7 +125,7 @@ def test_bytes_are_those_that_left(engine, scales):
 
 @pytest.mark.extended
 def test_moving_blocks_copies_nothing_pool_sized(engine):
-    """Over pools of a thousand times as many blocks."""
+    """Checked with pools of a thousand times as many blocks."""
 
     def enlarged(array: jax.Array) -> jax.ShapeDtypeStruct:
         shape = (1000 * array.shape[0], *array.shape[1:]) if array.ndim else ()
@@ -163,7 +163,7 @@ right, move = HostCache.bring_back, HostCache.move
     ("method", "wrong"),
     [("bring_back", _a_block_off), ("bring_back", _never_written), ("move", _a_step_late)],
 )
-def test_a_wrong_tier_is_found_out(engine, monkeypatch, method, wrong):
+def test_a_wrong_tier_is_caught(engine, monkeypatch, method, wrong):
     restart(engine, num_blocks=SCARCE[engine.limits.unified])
     prompt = tuple(range(100, 137))
     expected = engine.generate([Request(prompt, 9)])[0]
@@ -177,7 +177,7 @@ def test_a_wrong_tier_is_found_out(engine, monkeypatch, method, wrong):
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_blocks_are_right_after_a_failed_step(engine, monkeypatch, where):
-    """Before it ran, what was to move still is; on the device, nothing is on its way any more."""
+    """If it failed before it ran, moves are still pending; if on the device, none are."""
     restart(engine, num_blocks=SCARCE[engine.limits.unified])
     prompt = tuple(range(100, 137))
     expected = engine.generate([Request(prompt, 9)])[0]
@@ -200,8 +200,8 @@ def test_blocks_are_right_after_a_failed_step(engine, monkeypatch, where):
 
 
 @pytest.mark.parametrize("size", [BYTES, 12_000], ids=["ample", "small"])
-def test_another_process_keeps_what_the_first_one_keeps(engine, monkeypatch, size):
-    """It hears the moves and nothing else, and writes the same blocks."""
+def test_another_process_keeps_the_same_blocks(engine, monkeypatch, size):
+    """It is told the moves and nothing else, and writes the same blocks."""
     restart(engine, num_blocks=SCARCE[engine.limits.unified])
     first = engine.host_cache
     monkeypatch.setattr(first, "max_bytes", size)
@@ -312,4 +312,4 @@ def test_blocks_return_to_the_devices_of_two_processes():
             pool.submit(processes.python, ON_A_MESH, address, str(rank), JAX_NUM_CPU_DEVICES="2")
             for rank in (0, 1)
         ]
-        assert all(one.result().endswith("all came back") for one in found)  # gloo talks, too
+        assert all(one.result().endswith("all came back") for one in found)  # gloo prints lines too

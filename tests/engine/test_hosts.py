@@ -1,4 +1,4 @@
-"""The engine over two processes of one or two devices each: one plans, both run."""
+"""The engine on two processes of one or two devices each: one plans, both run."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ except Exception as failure:
 """
 
 
-# Its connections are closed: the other one is told before it misses a heartbeat.
+# Its connections close, so the other process learns of it before a heartbeat is missed.
 KILLED = signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20
-# They stay open, as those of a host that vanishes: half the seconds until it is asked again, and
-# all of them for the answer; more where the machine has other work.
+# Its connections stay open, as if its host had vanished. The other process waits half the seconds
+# before it asks again, and all of them for the answer; 3 more allow for a busy machine.
 STOPPED = signal.SIGSTOP, 5, 1.5 * 5 + 3
 
 
@@ -134,16 +134,16 @@ def test_two_processes_have_the_tokens_of_one_and_end_together(dies, number, hea
                 break
         else:
             pytest.fail(group[0].communicate()[1])
-        # Two of four devices; each of two KV heads lies on two of them, and a process reads one.
+        # A process has two of four devices. Each of the two KV heads lies on two, so it reads one.
         assert float(lines["fraction read"]) == pytest.approx(0.5, abs=0.01)
         (told,) = (line.split() for line in lines if line.startswith("bytes"))
-        assert 0 < int(told[1]) < hosts.FIRST_BYTES, "a step's plan takes more than one message"
+        assert 0 < int(told[1]) < hosts.FIRST_BYTES, "a step's plan needs more than one message"
         dead, left = group[::-1] if dies == "follower" else group
         began = time.monotonic()
         os.kill(dead.pid, number)
         _, errors = left.communicate(timeout=60)
         assert time.monotonic() - began < most
-        # JAX's runtime may notice first, and abort.
+        # JAX's runtime may notice first and abort.
         assert left.returncode in (1, -signal.SIGABRT)
         assert "the group has failed" in errors or "another task died" in errors, errors
     finally:
@@ -213,7 +213,7 @@ except Exception as failure:
 
 
 def until(process: subprocess.Popen, word: str) -> str:
-    """The rest of the line that a process begins with a word."""
+    """Return the rest of the first line that a process begins with a word."""
     for line in iter(process.stdout.readline, ""):
         if line.startswith(word):
             return line.removeprefix(word).strip()
@@ -225,7 +225,7 @@ def until(process: subprocess.Popen, word: str) -> str:
     [
         # States, heads and experts.
         pytest.param("nemotron-h-tiny", "tensor=2", "tensor=2", marks=pytest.mark.extended),
-        # Windows, and tokens that are dealt out.
+        # Windows, and tokens split among devices.
         pytest.param("gpt-oss-tiny", "context=2", "tensor=2", marks=pytest.mark.slow),
         # Delta-net states, latents, and layers that read other layers' keys.
         pytest.param("qwen3-next-tiny", "tensor=2", "tensor=2", marks=pytest.mark.slow),
@@ -236,7 +236,7 @@ def until(process: subprocess.Popen, word: str) -> str:
     ],
 )
 def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
-    """Tokens are those of one engine. When one process that reads dies, prompts are read here."""
+    """Tokens are those of one engine. When a reader dies, the decoding group reads prompts."""
 
     def start_role(axes: str, url: str, block_size: str) -> list[subprocess.Popen]:
         address = f"127.0.0.1:{free_port()}"
@@ -248,7 +248,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
         url = until(groups[0][0], "at ")
         theirs = httpx.get(f"{url}/prefill").json()
         alone = load_model(checkpoints.CHECKPOINTS / name)
-        assert theirs["weights"] == fingerprint(alone)  # one device may read there, too
+        assert theirs["weights"] == fingerprint(alone)  # the same as on one device
         groups.append(start_role(decoding, url, "16"))
         leader = groups[1][0]
         assert int(until(leader, "decoded ")) > 4
@@ -269,7 +269,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
 
 @pytest.mark.extended
 def test_a_group_that_is_told_to_end_finishes_its_requests():
-    """All processes are told at once, amid a request, while programs are still being compiled."""
+    """All are told at once, during a request, while programs are still being compiled."""
     port, url = free_port(), f"http://127.0.0.1:{free_port()}"
     given = ["--model", str(checkpoints.CHECKPOINTS / "byte-gemma"), "--mesh", "tensor=2"]
     given += ["--port", url.rsplit(":", 1)[1], "--coordinator", f"127.0.0.1:{port}"]
@@ -302,7 +302,7 @@ def test_a_group_that_is_told_to_end_finishes_its_requests():
 
 @pytest.mark.newer
 @pytest.mark.extended
-def test_processes_that_were_told_differently_do_not_start():
+def test_processes_with_different_options_do_not_start():
     command = [sys.executable, "-m", "examples.engine.serve", "--mesh", "tensor=2"]
     group = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     differing = (["--max-seqs", "4", "--host-cache", "1"], ["--max-seqs", "4"])
@@ -335,11 +335,11 @@ def test_every_option_is_shared_or_left_to_each_process():
     assert options == alike | differing
 
 
-def test_what_is_at_a_path_is_compared(tmp_path):
-    """A path may differ between hosts, but not the model, draft or adapter that it leads to."""
+def test_the_files_at_a_path_are_compared(tmp_path):
+    """Paths may differ between hosts, but not the model, draft model or adapter behind them."""
 
     def write(name: str, config: str = "{}", last: float = 0.0, shards: bool = False) -> Path:
-        """A checkpoint and an adapter of two tensors, in one file or two."""
+        """Write a checkpoint and an adapter of two tensors, in one file or two."""
         place = tmp_path / name
         place.mkdir()
         tensors = {"a": np.zeros(4, np.float32), "b": np.zeros((900, 2), np.float32)}
@@ -385,7 +385,7 @@ def test_options_of_processes_are_compared(monkeypatch):
     rows = []
 
     def gather(row):
-        assert row.size == 8192  # in every process, whatever it was told
+        assert row.size == 8192  # the same size in every process, whatever its options
         rows.append(row)
         return np.stack([rows[0], row])
 
@@ -402,15 +402,15 @@ def test_options_of_processes_are_compared(monkeypatch):
         hosts.check_alike({**options, "lora": options["lora"][:-1] + "x"})
 
 
-def test_a_plan_takes_what_the_page_says():
-    """64 sequences of 300 tokens and more, of a model with two cache groups."""
+def test_a_plan_is_as_large_as_the_page_says():
+    """Measured with 64 sequences of 300 tokens and more, for a model with two cache groups."""
     groups = (Group("sliding", (0,), window=1024), Group("global", (1,)))
     limits = Limits(groups, max_seqs=64, token_budget=512, block_size=16, max_len=8192)
     scheduler, rng = Scheduler(limits), np.random.default_rng(0)
     buckets = make_buckets(limits, mixed=[512])
     for _ in range(64):  # the first still decodes when the last is read
         scheduler.add(Sequence(Request(tuple(rng.integers(0, 150_000, 300).tolist()), 44)))
-    decoding, reading = [], []  # steps of all sequences, and of 512 tokens
+    decoding, reading = [], []  # sizes of steps with all sequences, and with 512 tokens
     while scheduler.waiting or scheduler.running:
         plan = scheduler.schedule()
         bucket = next(b for b in buckets if b.holds(plan))
@@ -432,6 +432,6 @@ def test_a_plan_takes_what_the_page_says():
     assert f"{decode:.1f} KB in a decode step and {read:.1f} KB with 512 tokens of" in page
 
 
-def test_sizes_that_are_told():
-    """Few programs: sizes are powers of two."""
+def test_messages_are_padded():
+    """Sizes are powers of two, so that few programs are compiled."""
     assert [hosts._padded(n) for n in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]

@@ -35,15 +35,15 @@ print(bool((found == jnp.arange(1000.0)).all()))
 
 
 @pytest.mark.extended
-def test_jax_moves_arrays_between_processes_and_ends_at_bytes_of_others(tmp_path):
-    """If it outlives them, the page's reason not to use it is gone."""
+def test_jax_moves_arrays_between_processes_and_crashes_on_foreign_bytes(tmp_path):
+    """If it survives them, the page's reason for not using it no longer holds."""
     try:
         from jax.experimental import transfer  # noqa: F401
     except (ImportError, AttributeError):
         pytest.skip("this JAX has no transfer server")
     given = {
         "env": {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        "cwd": tmp_path,  # where a core would be dumped
+        "cwd": tmp_path,  # a core dump would land here
         "text": True,
     }
     with (
@@ -67,7 +67,7 @@ def test_jax_moves_arrays_between_processes_and_ends_at_bytes_of_others(tmp_path
                 try:
                     status = sender.wait(60)
                 except subprocess.TimeoutExpired:
-                    pytest.fail("the server outlives 4,096 zero bytes: correct the page")
+                    pytest.fail("the server survives 4,096 zero bytes: correct the page")
         finally:
             sender.kill()
     assert status == -signal.SIGABRT

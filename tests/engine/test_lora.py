@@ -1,4 +1,4 @@
-"""LoRA adapters: the tokens of merged weights, many adapters in one batch, and nothing compiled."""
+"""LoRA adapters: tokens as with merged weights, many adapters in a batch, no recompilation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ qwen3 = support.qwen3  # the fixture
 
 @pytest.mark.parametrize("name", some(ALL, slow=("qwen3-next-tiny",)))
 def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp_path):
-    """Every linear layer of every family; ranks, scales and prefixes differ."""
+    """For every linear layer of every family, with different ranks, scales and prefixes."""
     if name == "qwen3-tiny":
         engine = request.getfixturevalue("qwen3")
         restart(engine)
@@ -54,7 +54,7 @@ def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp
         for prompt in prompts(2)
         for which in names
     ]
-    # The same prompts twice: with the adapter's own prefix the second time, and with no other's.
+    # The second time, each prompt reuses the prefix that its own adapter left, and no other's.
     first = engine.generate(requests)
     second = engine.generate(requests)
     assert [s.chosen for s in first] == [s.chosen for s in second]
@@ -62,7 +62,7 @@ def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp
     assert sum(s.num_reused > 0 for s in second) > 0  # states of some may be evicted by then
     engine.check_idle()
     chosen = [tuple(s.chosen) for s in first]
-    assert all(len(set(chosen[i : i + 3])) == 3 for i in range(0, 6, 3)), "adapters do not bite"
+    assert all(len(set(chosen[i : i + 3])) == 3 for i in range(0, 6, 3)), "adapters change nothing"
 
     try:
         for which in names:
@@ -78,7 +78,7 @@ def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp
 
 @pytest.mark.extended
 def test_drafts_are_verified_with_the_adapter_of_each_sequence(qwen3):
-    """Drafts that another adapter would choose are refused."""
+    """Draft tokens that another adapter would choose are refused."""
     restart(qwen3)
     folders = {name: qwen3.adapters[name].directory for name in "ab"}
     engine = build(qwen3.adapters._base, Speculation(4, backs_off=False), **folders)
@@ -118,17 +118,17 @@ def test_a_new_adapter_compiles_nothing(qwen3, tmp_path):
         engine.adapters.load("b", b.directory)
     assert compilations.count == 0
     again = run(engine, prompt, "b")
-    assert (again.chosen, again.num_reused) == (before["b"], 16)  # its numbers are the same
+    assert (again.chosen, again.num_reused) == (before["b"], 16)  # same weights, same prefix
 
 
 def test_an_adapter_that_is_unloaded_stays_with_its_sequences(qwen3, tmp_path):
-    """Those that run and those that wait; what they leave in the prefix cache is right, too."""
+    """Both running and waiting ones keep it, and leave right blocks in the prefix cache."""
     engine = qwen3
     restart(engine)
     asked = [Request(p, 12, adapter=engine.adapters["b"]) for p in prompts(9)]
     wanted = [engine.generate([request])[0].chosen for request in asked]
     restart(engine)
-    live = [engine.add(request) for request in asked]  # of which the engine runs eight
+    live = [engine.add(request) for request in asked]  # the engine runs eight of them at a time
     for _ in range(9):
         engine.step()
     assert engine.scheduler.waiting
@@ -140,7 +140,7 @@ def test_an_adapter_that_is_unloaded_stays_with_its_sequences(qwen3, tmp_path):
         engine.adapters.load("c", c)
     list(engine.stream())
     assert [sequence.chosen for sequence in live] == wanted
-    engine.adapters.load("c", c)  # into its place
+    engine.adapters.load("c", c)  # into the place of "b"
     assert engine.adapters["c"].number == b.number
     engine.adapters.unload("c")
     engine.adapters.load("b", b.directory)
@@ -169,8 +169,8 @@ def test_what_cannot_be_loaded_or_unloaded(qwen3, tmp_path):
 
 
 @pytest.mark.extended
-def test_texts_of_one_prompt_share_it_only_with_one_adapter(qwen3):
-    """And with the prefix cache blind to adapters they would not be right."""
+def test_only_texts_with_the_same_adapter_share_a_prompt(qwen3):
+    """Texts are right, which they would not be if prefixes were shared across adapters."""
     restart(qwen3)
     prompt = prompts(1)[0]
     expected = {name: run(qwen3, prompt, name).chosen for name in (None, "a", "b")}
@@ -197,7 +197,7 @@ def _ids_of_the_first(plan, bucket, limits):
     ],
     ids=["prefixes-of-other-adapters", "one-adapter-for-all"],
 )
-def test_a_wrong_engine_is_found_out(qwen3, monkeypatch, where, wrong):
+def test_a_wrong_engine_is_caught(qwen3, monkeypatch, where, wrong):
     restart(qwen3)
     prompt = prompts(1)[0]
     expected = [run(qwen3, prompt, name).chosen for name in ("a", "b")]
@@ -211,8 +211,8 @@ def test_a_wrong_engine_is_found_out(qwen3, monkeypatch, where, wrong):
     assert found != expected
 
 
-def test_without_room_nothing_is_different(qwen3):
-    """The parameters, inputs and program of an engine that knows of no adapters."""
+def test_without_room_for_adapters_nothing_changes(qwen3):
+    """Parameters, inputs and program are those of an engine that knows of no adapters."""
     model, limits = qwen3.adapters._base, dataclasses.replace(qwen3.limits, adapters=None)
     assert Adapters(model).model is model
     assert pack([], MIXED, limits).adapters is None
@@ -220,7 +220,7 @@ def test_without_room_nothing_is_different(qwen3):
 
 @pytest.mark.extended
 def test_a_step_without_adapters_branches_around_them(qwen3):
-    """A branch for each layer, taken on the device, and nothing else that there was not before."""
+    """Room for adapters adds a branch with two products per linear layer, taken on the device."""
     steps, limits = qwen3.steps, dataclasses.replace(qwen3.limits, adapters=None)
     step = jax.jit(steps._step(qwen3.adapters._base, MIXED))
     bare = step.lower(qwen3.adapters._base.params, *steps._state[1:], pack([], MIXED, limits))
@@ -233,7 +233,7 @@ def test_a_step_without_adapters_branches_around_them(qwen3):
 
 
 def test_parameters_are_not_held_twice(qwen3):
-    """The adapters' matrices are those of the engine's room, and the weights are the model's."""
+    """Adapter matrices are allocated once, as large as the room, and weights are the model's."""
     adapted, base = qwen3.model.params, qwen3.adapters._base.params
     assert isinstance(adapted, Adapted)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (adapted.base, base)), strict=True))
@@ -253,8 +253,8 @@ def test_parameters_are_not_held_twice(qwen3):
         pytest.param("qwen3-next-tiny", marks=pytest.mark.slow),
     ],
 )
-def test_two_devices_have_the_tokens_of_one(name, tmp_path):
-    """Parts of sums with parts of adapters' sums, sections of weights with those of adapters."""
+def test_two_devices_give_the_tokens_of_one(name, tmp_path):
+    """Adapters join the partial sums of the weights, and are split by the same sections."""
     model = load_model(CHECKPOINTS / name)
     sources = {n: write_adapter(tmp_path / n, model, seed=i) for i, n in enumerate(("a", "b"))}
     engine = build(model, **sources)
@@ -297,7 +297,7 @@ def test_adapters_that_peft_saves_give_its_logits(name, rslora, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         CHECKPOINTS / name, dtype=torch.float32
     )
-    # Of experts PEFT would adapt the stacked matrices.
+    # PEFT would adapt the stacked matrices of experts.
     parts = "self_attn|linear_attn" if name == "qwen3-next-tiny" else "self_attn|mlp"
     config = peft.LoraConfig(
         r=4,

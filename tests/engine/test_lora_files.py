@@ -1,4 +1,4 @@
-"""Files of LoRA adapters: what PEFT says is heeded, or refused by name."""
+"""Files of LoRA adapters: each of PEFT's settings is applied, or refused by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from examples.models.lora import read_lora
 from tests.support.lora import LINEARS, small_model, write_adapter
 
 
-def test_what_peft_says_is_heeded(tmp_path):
-    """Which rank, and which scale: the last parts of a path, or a regular expression of it."""
+def test_settings_of_peft_are_applied(tmp_path):
+    """Ranks and scales per layer, chosen by the end of its path or by a regular expression."""
     config = {"lora_alpha": 12, "ranks": {"q_proj": 2}}
     for rslora in (False, True):
         pattern = r"^model\.layers\.0\.mlp\.up_proj" if rslora else r".*\.up_proj"
@@ -49,7 +49,7 @@ def test_what_peft_says_is_heeded(tmp_path):
         ({"r": 3}, r"lora_A and lora_B are .*\(4, 8\).*but must be .*\(3, 8\)"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(config, words, tmp_path):
+def test_unsupported_settings_are_refused_by_name(config, words, tmp_path):
     write_adapter(tmp_path, small_model(), **config)
     with pytest.raises(ValueError, match=words):
         read_lora(tmp_path, LINEARS, frozenset())
@@ -63,7 +63,7 @@ def test_numbers_that_would_reach_other_requests_are_refused(size, tmp_path):
         read_lora(tmp_path, LINEARS, frozenset())
 
 
-def test_layers_that_are_not_there_are_refused_by_name(tmp_path):
+def test_missing_layers_are_refused_by_name(tmp_path):
     model = dataclasses.replace(
         small_model(), linears={**LINEARS, "layers.0.experts.3.up_proj": (Parameter((6, 8)),) * 2}
     )
@@ -74,7 +74,7 @@ def test_layers_that_are_not_there_are_refused_by_name(tmp_path):
     assert set(read_lora(tmp_path, LINEARS, idle).factors) == set(LINEARS)
 
 
-def test_broken_files_are_told(tmp_path):
+def test_broken_files_are_reported(tmp_path):
     with pytest.raises(ValueError, match=r"adapter_config.json cannot be read"):
         read_lora(tmp_path, LINEARS, frozenset())
     write_adapter(tmp_path, small_model())

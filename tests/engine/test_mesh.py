@@ -1,4 +1,4 @@
-"""The engine on several devices: the tokens of one, and the collectives of the textbook."""
+"""The engine on several devices: tokens as on one, and only the textbook's collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.models.decoder import Heads
 from tests.support import checkpoints, processes
 from tests.support.devices import on_eight_devices
 
-# On two devices: the decode step again, with a hundred times as many blocks. No pool is copied.
+# Compiles the decode step of two devices again with 100 times as many blocks: it copies no pool.
 NOTHING_POOL_SIZED = """
 import jattn.testing
 def enlarged(x, times):
@@ -25,8 +25,8 @@ steps._state = (params, jax.tree.map(lambda x: enlarged(x, 100), caches), *other
 of_a_device = jax.tree.map(lambda x: enlarged(x, 50), caches)
 jattn.testing.assert_nothing_pool_sized(steps._lower(checkpoints.DECODE).compile(), of_a_device)
 """
-# For every family with its number of all-reduces: one after each mixer's projection and one after
-# each feed-forward part (Nemotron-H's layers are one or the other), and one of embeddings.
+# Every family with its number of all-reduces: one after each mixer's projection, one after each
+# feed-forward part (Nemotron-H's layers are one or the other), and one for embeddings.
 FAMILIES = {
     "qwen3-tiny": 9,
     "gemma4-31b-tiny": 11,
@@ -39,11 +39,11 @@ FAMILIES = {
 
 
 def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
-    """The collectives of a decode step of 8 sequences, with hidden states of 64 numbers."""
+    """Return the collectives of a decode step of 8 sequences, with hidden states of 64 numbers."""
     others = {("all-reduce", f"f32[8,{per_layer_embeddings}]"): 1} if per_layer_embeddings else {}
     return {
         ("all-reduce", "f32[8,64]"): num_reduces,
-        ("all-gather", "f32[8,256]"): 1,  # logits, of a vocabulary of 256
+        ("all-gather", "f32[8,256]"): 1,  # logits, for a vocabulary of 256
         **others,
     }
 
@@ -53,8 +53,8 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     "name",
     checkpoints.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny")),
 )
-def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
-    embeddings = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
+def test_tensor_parallelism_has_the_tokens_of_one_device_and_textbook_collectives(name):
+    embeddings = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one more embedding, for all layers
     code = f"""
 engine = check_tokens({name!r}, "tensor=2", buckets=(checkpoints.MIXED, checkpoints.DECODE))
 found = collectives(engine.steps.programs[checkpoints.DECODE])
@@ -76,7 +76,7 @@ assert sum(x.nbytes for x in split) > {0.75 if name == "deepseek-v3-tiny" else 0
 
 @pytest.mark.extended
 def test_more_devices_than_kv_heads():
-    """Four devices, two KV heads of Qwen3 and one or four of Gemma 4: each lies on some of them."""
+    """On four devices, Qwen3 has two KV heads and Gemma 4 one or four: each is on one or more."""
     code = """
 engine = check_tokens("qwen3-tiny", "tensor=4")
 assert {cache.num_kv_heads for cache in engine.model.layers.values()} == {1}
@@ -87,7 +87,7 @@ engine = check_tokens("gemma4-31b-tiny", "tensor=4")
 
 @pytest.mark.extended
 def test_recurrent_states_in_pages_on_two_devices():
-    """A page of a device's own keys and values holds a state of its own heads and channels."""
+    """A page of a device's share of keys and values holds the state of its heads and channels."""
     code = """
 from examples.engine.caches import aligned_block_size
 model = load_model(checkpoints.CHECKPOINTS / "nemotron-h-tiny", mesh=make_mesh("tensor=2"))
@@ -98,17 +98,18 @@ check_tokens("nemotron-h-tiny", "tensor=2", block_size=size, unified=True)
 
 
 @pytest.mark.slow
-def test_latents_are_dealt_out():
-    """DeepSeek: every device reads all latents of its tokens, and has some of the heads."""
+def test_latents_are_split_by_token():
+    """DeepSeek: each device reads whole latents of its tokens, and has some of the heads."""
     on_eight_devices('check_tokens("deepseek-v3-tiny", "tensor=2,context=2")')
 
 
 @pytest.mark.newer
 @pytest.mark.extended
-def test_context_parallel_merges_the_parts_of_every_device():
-    """Sinks, windows (whole on each) and layers that see everything (dealt out); with tensor too.
+def test_context_parallelism_merges_partial_results():
+    """With sinks and windows, also together with tensor parallelism.
 
-    Of GPT-OSS's four layers two have windows. Caches of the others are half as large.
+    Two of GPT-OSS's four layers have windows, and whole caches on each device. The caches of the
+    others are split by token, so they are half as large.
     """
     code = """
 buckets = (checkpoints.MIXED, checkpoints.DECODE)
@@ -130,8 +131,8 @@ assert sizes == {"sliding": 16, "global": 8}, sizes
 
 
 @pytest.mark.slow
-def test_context_parallel_of_other_families():
-    """Layers that read another one's keys, heads of two sizes, and states next to keys."""
+def test_context_parallelism_of_other_families():
+    """Layers that read another one's keys, heads of two sizes, and models with keys and states."""
     names = ("gemma4-e2b-tiny", "gemma4-31b-tiny", "nemotron-h-tiny", "qwen3-next-tiny")
     on_eight_devices(f"""
 for name in {names}:
@@ -141,7 +142,7 @@ for name in {names}:
 
 @pytest.mark.extended
 def test_experts_over_four_devices():
-    """Eight experts, two on each device: what routers choose is scattered over all of them."""
+    """Eight experts, two on each device, so that routers choose experts on all devices."""
     code = """
 import json
 import jax.numpy as jnp
@@ -190,7 +191,7 @@ for make, config in cases:
 
 
 def test_parts_of_parameters():
-    """Runs of a section for every device; of fewer heads than devices one for several."""
+    """Each device gets a run of every section; with more devices than heads, several share one."""
     whole, part = Parameter((12, 5), (8, 4)), Parameter((3, 5), (2, 1))
     rows = [[s[0].indices(12)[:2] for s in part_slices(whole, part, r, 4)] for r in range(4)]
     assert rows == [
@@ -204,8 +205,8 @@ def test_parts_of_parameters():
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "gemma4-31b-tiny", "deepseek-v3-tiny"])
-def test_the_model_on_paper_sends_what_programs_send(name):
-    """`textbook` is what compiled programs have; the formulas give the same bytes."""
+def test_the_model_on_paper_sends_as_much_as_programs(name):
+    """Compiled programs have the collectives of `textbook`; the formulas give the same bytes."""
     config = json.loads((checkpoints.CHECKPOINTS / name / "config.json").read_text())
     sizes = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     shape = paper.Shape(name, *sizes, weight_bytes=0, value_bytes=4)
@@ -217,7 +218,7 @@ def test_the_model_on_paper_sends_what_programs_send(name):
 
 
 def test_the_model_on_paper_by_hand():
-    """Gemma 4 31B on 8 devices: 16 sliding KV heads make 2 each, 4 global ones are on 2 each."""
+    """Gemma 4 31B on 8 devices: each has 2 of 16 sliding KV heads; 4 global ones are on 2 each."""
     read = sum(keys.num_bytes(8192, 8) for keys in paper.GEMMA4_31B.keys)
     assert read == 50 * 2 * 1024 * 1024 + 10 * 1 * 2048 * 8192
     times = paper.step_times(paper.GEMMA4_31B, paper.IN_A_HOST, 8, 32, 8192)
@@ -230,7 +231,7 @@ def test_the_model_on_paper_by_hand():
     assert paper.table() in page, "run python -m benchmarks.serving.mesh"
 
 
-def test_what_is_refused():
+def test_wrong_meshes_are_refused():
     with pytest.raises(ValueError, match=r"mesh 'tensr=2': 'tensr=2' must be one of tensor=N, con"):
         make_mesh("tensr=2")
     for text, words in (
@@ -249,7 +250,7 @@ def test_what_is_refused():
 
 
 def test_every_name_of_the_table_is_a_field():
-    """A field that is renamed would no longer be split."""
+    """A renamed field would no longer be split."""
     from examples.models import (
         decoder,
         deepseek,

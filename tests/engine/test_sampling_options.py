@@ -1,4 +1,4 @@
-"""Penalties, biases, `min_p` and log-probabilities, against NumPy and under preemption."""
+"""Penalties, biases, `min_p` and log-probabilities, compared with NumPy and under preemption."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    # Drafts wherever they may be.
+    # Drafts wherever possible.
     return build(speculation=Speculation(3, shortest=1, backs_off=False))
 
 
 def adjusted(logits: np.ndarray, prompt, generated, sampling: Sampling) -> np.ndarray:
-    """Logits [vocabulary] as a request asks for them, token by token."""
+    """Apply a request's biases and penalties to logits [vocabulary], token by token."""
     found = logits.astype(np.float64)
     for token, bias in sampling.logit_bias:
         found[token] += bias
@@ -46,7 +46,7 @@ def adjusted(logits: np.ndarray, prompt, generated, sampling: Sampling) -> np.nd
 
 
 def check_choices(sequence) -> int:
-    """Every greedy choice is the best of the adjusted logits; how many are not of the others."""
+    """Check greedy choices against adjusted logits; return how many the adjustment changed."""
     request, changed = sequence.request, 0
     for i, (token, logits) in enumerate(zip(sequence.chosen, sequence.logits, strict=True)):
         wanted = adjusted(logits, request.prompt, sequence.chosen[:i], request.sampling)
@@ -56,14 +56,14 @@ def check_choices(sequence) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_choices_are_those_of_numpy(engine, way):
+def test_choices_match_numpy(engine, way):
     engine.reset()
     prompts = [(5, 5, 9), (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2), (7,)]
     sequences = engine.generate([Request(prompt, 16, WAYS[way]) for prompt in prompts])
     assert sum(map(check_choices, sequences)) > 0
 
 
-def test_requests_in_one_batch_do_not_touch_each_other(engine):
+def test_requests_in_one_batch_do_not_affect_each_other(engine):
     engine.reset()
     prompt = (4, 4, 8, 15, 16, 23)
     requests = [Request(prompt, 14, sampling) for sampling in (Sampling(), *WAYS.values())]
@@ -74,12 +74,12 @@ def test_requests_in_one_batch_do_not_touch_each_other(engine):
     alone = []
     for request in requests:
         alone += [engine.generate([request])[0].chosen]
-    engine.generate(requests[:2])  # of one prompt: copying its blocks is compiled when it is needed
+    engine.generate(requests[:2])  # they share a prompt, and compile the copy of its blocks
     engine.reset(num_blocks=SCARCE[False])
     with count_compilations() as compilations:
         together = engine.generate(requests)
     assert compilations.count == 0
-    assert engine.scheduler.num_preemptions > 0  # a row is filled in again after that
+    assert engine.scheduler.num_preemptions > 0  # preempted rows are filled in again
     assert [sequence.chosen for sequence in together] == alone
     assert len({tuple(tokens) for tokens in alone}) > 8
 
@@ -99,7 +99,7 @@ def log_softmax(logits) -> np.ndarray:
     return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
-def test_log_probabilities_are_the_models_own(engine):
+def test_log_probabilities_are_those_of_unadjusted_logits(engine):
     engine.reset()
     requests = [
         Request((1, 2, 3), 6, logprobs=4),
@@ -157,6 +157,6 @@ def test_a_prompt_is_scored_even_if_it_was_cached_or_preempted(engine):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_impossible_options_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

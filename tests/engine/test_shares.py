@@ -1,4 +1,4 @@
-"""Prompts that move between engines of other meshes: the tokens, and the bytes, of one device."""
+"""Prompts that move between engines with other meshes: tokens and contents as on one device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
     ids=str,
 )
 def test_heads_and_tokens_of_devices_make_up_the_whole(part, devices, context, first):
-    """`first`: what the second device has. Of fewer heads than devices each lies on several."""
+    """`first` is what the second device has. With more devices than heads, each is on several."""
     share = Share(Parameter((4, 3)), Parameter(part), devices, context)
     dealt = share.deal(TOKENS)
     np.testing.assert_array_equal(dealt[1], first)
     np.testing.assert_array_equal(share.join(dealt), TOKENS)
 
 
-def test_channels_that_are_several_things():
-    """Of queries, keys and values each device has a run of each."""
+def test_channels_of_several_sections():
+    """Each device has a run of the queries, one of the keys and one of the values."""
     share = Share(Parameter((2, 8), (2, 2, 4)), Parameter((2, 4), (1, 1, 2)), 2)
     whole = np.arange(16).reshape(1, 2, 8)
     dealt = share.deal(whole)
@@ -83,16 +83,16 @@ def check(name, *engines, num_new=6):
             assert engine.statistics.num_computed_tokens == len(rows) * num_new
 """
 MESHES = {
-    # Sinks, windows, and tokens that are dealt out.
+    # Sinks, windows, and tokens split among devices.
     "gpt-oss-tiny": 'engine_on(name, "tensor=2", block_size=8), engine_on(name, "context=2")',
-    # States in pools of their own, and in pages.
+    # States in separate pools, and in pages.
     "nemotron-h-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2", unified=True)',
     # Four devices share two KV heads.
     "qwen3-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2,context=2"), '
     'engine_on(name, "tensor=4", block_size=4)',
     "qwen3-next-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
     "gemma4-e2b-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
-    # One KV head, whose latents lie on all devices, or are dealt out.
+    # One KV head, whose latents lie on all devices or are split by token.
     "deepseek-v3-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2"), '
     'engine_on(name, "tensor=2,context=2")',
     "gemma4-31b-tiny": 'engine_on(name, "tensor=4"), engine_on(name, "context=2")',
@@ -100,8 +100,8 @@ MESHES = {
 
 
 @pytest.mark.extended
-def test_a_mesh_and_joined_products_leave_the_fingerprint_as_it_is():
-    """Of heads and experts that are dealt out, of sections, and of KV heads on several devices."""
+def test_meshes_and_joined_products_do_not_change_the_fingerprint():
+    """With split heads, experts and sections, and with KV heads that lie on several devices."""
     on_eight_devices("""
 from examples.engine.transfer import fingerprint as module
 from examples.engine.transfer.fingerprint import fingerprint
@@ -132,5 +132,5 @@ assert len(set.union(*found.values())) == 4
     ],
 )
 def test_prompts_move_between_meshes(name):
-    """From each engine to each, itself included, over caches that hold NaN elsewhere."""
+    """From each engine to each, itself included, into caches that hold NaN elsewhere."""
     on_eight_devices(PRELUDE + f"name = {name!r}\ncheck(name, {MESHES[name]})")

@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens of a run without it, whatever is guessed, where it pays."""
+"""Speculative decoding: the tokens of a run without it, whatever is drafted, where it pays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def engine(request) -> Engine:
 def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
     engine, plain, monkeypatch, caching, scarce
 ):
-    """Windows, states, prefix caches, preemption, stop tokens: whatever guesses are worth."""
+    """With windows, states, prefix caches, preemption and stop tokens, for good and bad drafts."""
     accepted = refused = reused = preempted = 0
     for seed, wrong in ((0, 0.2), (1, 0.6)):
         rng = np.random.default_rng([seed, caching, scarce])
@@ -84,7 +84,7 @@ def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
 
 
 def test_refused_drafts_leave_nothing_behind(engine, plain, monkeypatch):
-    """Blocks past the tokens go back, and no published block holds what was refused."""
+    """Blocks past the tokens are freed, and no published block holds refused tokens."""
     request = Request(tuple(range(30)), 24)
     expected = alone(plain, [request])
     chosen = {request: expected[request].chosen}
@@ -100,13 +100,13 @@ def test_refused_drafts_leave_nothing_behind(engine, plain, monkeypatch):
             assert all(len(table.blocks) <= -(-length // BLOCK) for table in tables)
             assert len(sequence.hashes) * BLOCK < length
             assert all(table.num_published * BLOCK < length for table in tables)
-    # A conversation goes on from the cache, and gets the tokens it gets without one.
+    # A conversation continues from the cache, with the tokens it has without one.
     longer = Request((*request.prompt, *sequence.chosen, 1), 2)
     same(engine.generate([longer])[0], alone(plain, [longer])[longer])
 
 
-def test_what_requests_ask_for_goes_with_drafts(engine, plain, monkeypatch):
-    """Shared prompts, stop strings, log-probabilities; requests with penalties have no drafts."""
+def test_options_of_requests_work_with_drafts(engine, plain, monkeypatch):
+    """Shared prompts, stop strings and log-probabilities; with penalties there are no drafts."""
     prompt = tuple(range(40, 67))
     (free,) = alone(plain, [Request(prompt, 20)]).values()
     requests = [
@@ -139,7 +139,7 @@ def test_what_requests_ask_for_goes_with_drafts(engine, plain, monkeypatch):
 
 
 def test_a_draft_never_preempts(monkeypatch):
-    """Without a free block for it, the chunk stays as it is."""
+    """If no block is free for it, the chunk stays as it is."""
     bounds = limits(num_blocks=SCARCE[False])
     scheduler = Scheduler(bounds)
     sequence = Sequence(Request(tuple(range(8)), 20))
@@ -181,7 +181,7 @@ assert engine.statistics.num_accepted_tokens > 10
 
 @pytest.mark.extended
 def test_trees_and_a_draft_model_on_several_devices():
-    """On two groups of two devices; what comes is on the second of two paths."""
+    """On two groups of two devices; the second of two paths holds the coming tokens."""
     on_eight_devices("""
 from examples.engine.drafts import trees
 from examples.engine.mesh import make_meshes
@@ -229,7 +229,7 @@ DRAWN = Sampling(temperature=0.8, top_k=4, top_p=0.95)
 
 
 def markov() -> Model:
-    """The next token depends on the last one only; the cache holds nothing that matters."""
+    """Build a model whose next token depends only on the last one, not on the cache."""
 
     def step(params, caches, batch):
         _, caches = caches.attend(0, *(jnp.ones((len(batch.tokens), 1, 8)),), batch)
@@ -242,7 +242,7 @@ def markov() -> Model:
 
 
 def probabilities() -> np.ndarray:
-    """Of the next token after each, by NumPy."""
+    """Return the probabilities of the next token after each token, by NumPy."""
     rows = []
     for logits in TABLE.astype(np.float64) / DRAWN.temperature:
         order = np.argsort(-logits)[: DRAWN.top_k]
@@ -272,7 +272,7 @@ def dice() -> Engine:
 
 
 class Likely:
-    """Drafts that are often right."""
+    """Proposes drafts that are often right."""
 
     is_cheap = True
 
@@ -287,7 +287,7 @@ class Likely:
 
 
 def distance(engine: Engine, monkeypatch) -> float:
-    """Chi-square of sequences of three tokens against their probabilities, per cell."""
+    """Return chi-square per cell, of sequences of three tokens against their probabilities."""
     monkeypatch.setattr(engine._speculator, "proposer", Likely())
     engine.reset()
     count, p = 4000, probabilities()
@@ -303,7 +303,7 @@ def distance(engine: Engine, monkeypatch) -> float:
     return float(np.mean((found - expected)[often] ** 2 / expected[often]))
 
 
-MOST = 1.6  # of a mean of some 60 squares, whose deviation is about 0.18
+MOST = 1.6  # for a mean of some 60 squares, whose deviation is about 0.18
 
 
 @pytest.mark.extended
@@ -312,8 +312,8 @@ def test_drawn_tokens_keep_their_distribution(dice, monkeypatch):
 
 
 @pytest.mark.extended
-def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
-    """A wrong engine: a refused draft is kept in place of the token that was drawn."""
+def test_accepting_a_draft_that_was_not_drawn_is_caught(dice, monkeypatch):
+    """A wrong engine keeps a refused draft instead of the token that was drawn."""
     run = dice.run
 
     def wrong(bucket, inputs):
@@ -322,7 +322,7 @@ def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
         for row, (count, start) in enumerate(
             zip(inputs.num_drafts, inputs.query_start_loc[1:] - inputs.num_drafts, strict=True)
         ):
-            if count and tokens[row, 0] % 2:  # half of them
+            if count and tokens[row, 0] % 2:  # for half of the tokens
                 tokens[row, 0] = inputs.tokens[start]
         return tokens, *rest
 
@@ -331,8 +331,8 @@ def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
 
 
 @pytest.mark.extended
-def test_drawing_with_the_same_numbers_twice_is_found_out(monkeypatch):
-    """A wrong engine: all choices of a chunk are made with the first one's random numbers."""
+def test_drawing_with_the_same_numbers_twice_is_caught(monkeypatch):
+    """A wrong engine makes all choices of a chunk with the random numbers of the first."""
 
     def again(self, num_tokens):
         return jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
@@ -359,8 +359,8 @@ def guess(tokens: list[int], most: int, shortest: int = 2) -> tuple[int, ...]:
     ("tokens", "drafts"),
     [
         ([1, 2, 3, 4, 5, 1, 2], (3, 4, 5)),
-        ([1, 2, 3, 9, 1, 2, 4, 1, 2], (4, 1, 2)),  # the latest of equals
-        ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], (3, 9, 1)),  # the longest match before the latest
+        ([1, 2, 3, 9, 1, 2, 4, 1, 2], (4, 1, 2)),  # the latest of equal matches
+        ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], (3, 9, 1)),  # the longest match rather than the latest
         ([1, 2, 1, 2, 1, 2], (1, 2, 1)),
         ([5, 5, 5], (5, 5, 5)),
         ([1, 2, 3, 4], ()),
@@ -368,11 +368,11 @@ def guess(tokens: list[int], most: int, shortest: int = 2) -> tuple[int, ...]:
         ([2], ()),
     ],
 )
-def test_what_came_after_the_same_tokens_is_guessed(tokens, drafts):
+def test_lookup_drafts_what_followed_the_same_tokens(tokens, drafts):
     assert guess(tokens, 3) == drafts
 
 
-def test_guesses_are_those_of_a_slow_search():
+def test_lookup_matches_a_slow_search():
     rng = np.random.default_rng(1)
     for _ in range(60):
         tokens = rng.integers(0, 3, size=int(rng.integers(1, 40))).tolist()
@@ -393,7 +393,7 @@ def test_guesses_are_those_of_a_slow_search():
 
 
 class Four:
-    """Guesses as many tokens as it may."""
+    """Drafts as many tokens as it may."""
 
     is_cheap = True
 
@@ -402,7 +402,7 @@ class Four:
 
 
 def drafted_steps(right: float, cost: float, steps: int = 600, lives: int = 600) -> list[bool]:
-    """In which steps a speculator drafts, for sequences of `lives` steps, right at a rate."""
+    """Return which steps have drafts, `right` at a rate, for sequences of `lives` steps."""
     rng = np.random.default_rng(0)
 
     bounds = limits(prefix_caching=False)
@@ -424,7 +424,7 @@ def drafted_steps(right: float, cost: float, steps: int = 600, lives: int = 600)
                 accepted = int(np.argmin([*(rng.random(4) < right), False]))
                 scheduler.settle(chunk, 0)
                 speculator.note_accepted(chunk.sequence, accepted)
-            scheduler.preempt(chunk.sequence)  # it begins again: no end in sight
+            scheduler.preempt(chunk.sequence)  # it starts over, and so never ends
         bucket, seconds = (drafted, cost) if done[-1] else (without, 1.0)
         speculator.note_step(plan, bucket, seconds)
     return done
@@ -435,9 +435,9 @@ def drafted_steps(right: float, cost: float, steps: int = 600, lives: int = 600)
     [
         (0.0, 1.5, 0.0, 0.03),  # never right
         (1.0, 1.5, 0.95, 1.0),
-        (0.6, 1.3, 0.85, 1.0),  # 1.3 accepted, for 0.3 of a step
-        (0.3, 2.5, 0.0, 0.06),  # 0.4 accepted, for 1.5 steps
-        (1.0, 6.0, 0.0, 0.06),  # all accepted, for 5 steps
+        (0.6, 1.3, 0.85, 1.0),  # 1.3 accepted, at a cost of 0.3 steps
+        (0.3, 2.5, 0.0, 0.06),  # 0.4 accepted, at a cost of 1.5 steps
+        (1.0, 6.0, 0.0, 0.06),  # all accepted, at a cost of 5 steps
     ],
 )
 def test_drafts_are_made_where_they_pay(right, cost, least, most):
@@ -445,14 +445,14 @@ def test_drafts_are_made_where_they_pay(right, cost, least, most):
     assert least <= share <= most
 
 
-def test_what_others_brought_is_expected_of_a_new_sequence():
-    """Short requests, one after another: not each of them tries what was in vain for the last."""
+def test_a_new_sequence_expects_what_others_gained():
+    """With short requests in turn, not each one tries again what failed for the last."""
     assert np.mean(drafted_steps(0.0, 1.5, lives=8)) < 0.03
     assert np.mean(drafted_steps(1.0, 1.5, lives=8)) > 0.95
 
 
-def test_searches_in_vain_take_little_time(monkeypatch):
-    """However long a search takes; a step between two of them neither searches nor learns."""
+def test_fruitless_searches_take_little_time(monkeypatch):
+    """However long a search takes. Steps between two searches neither search nor learn."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(
         "examples.engine.drafts.speculation.time",
@@ -480,14 +480,14 @@ def test_searches_in_vain_take_little_time(monkeypatch):
         assert speculator.draft(plan, scheduler, without) is plan
         speculator.note_step(plan, without, 1.0)
         searches.append(slow.searches)
-    assert searches[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # two steps of rest, then three and so on
+    assert searches[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # it rests two steps, then three, and so on
     share = 0.05 * (searches[-1] - searches[1999]) / 2000
     assert share == pytest.approx(Speculator.SEARCHES, rel=0.1)
     assert slow.notes <= slow.searches + 1
 
 
-def test_a_step_without_drafts_is_that_of_an_engine_without(engine, plain):
-    """It has the same program, but for the lines of Python that made it."""
+def test_a_step_without_drafts_has_the_program_of_an_engine_without(engine, plain):
+    """The programs differ only in metadata about the lines of Python that made them."""
 
     def programs(engine: Engine) -> dict[Bucket, list[str]]:
         texts = {b: p.as_text() for b, p in engine.steps.programs.items() if not b.num_drafts}
@@ -495,7 +495,7 @@ def test_a_step_without_drafts_is_that_of_an_engine_without(engine, plain):
             bucket: [
                 re.sub(r", metadata=\{.*?\}", "", line)
                 for line in text.splitlines()
-                if not line[:1].isdigit()  # of tables of files and lines
+                if not line[:1].isdigit()  # lines of the tables of source locations
             ]
             for bucket, text in texts.items()
         }
@@ -506,7 +506,7 @@ def test_a_step_without_drafts_is_that_of_an_engine_without(engine, plain):
 
 
 def test_a_step_that_scores_a_prompt_has_no_drafts():
-    """There is no program that does both."""
+    """No program does both."""
     bounds = limits(prefix_caching=False)
     scheduler, drafted = Scheduler(bounds), Bucket(12, 4, 4, 3)
     speculator = Speculator(Speculation(3, backs_off=False), Four(), (drafted,))
@@ -519,7 +519,7 @@ def test_a_step_that_scores_a_prompt_has_no_drafts():
     assert speculator.draft(plan, scheduler, dataclasses.replace(scoring, scores=False))[0].drafts
 
 
-def test_wrong_settings_are_told():
+def test_wrong_settings_are_reported():
     with pytest.raises(ValueError, match=r"num_drafts is 0, .*shortest is -1"):
         Speculation(0, shortest=-1)
     for text in ("lookup=-1", "lookup=8x", "guess=4", "lookup=x", ""):
@@ -530,7 +530,7 @@ def test_wrong_settings_are_told():
     assert read_speculation("lookup=8x2") == Speculation(8, branches=2)
 
 
-def test_what_drafts_bring_is_counted(engine, plain, monkeypatch):
+def test_accepted_drafts_are_counted(engine, plain, monkeypatch):
     request = Request((1, 2, 3), 13)
     coming = {request: alone(plain, [request])[request].chosen}
 
@@ -545,14 +545,14 @@ def test_what_drafts_bring_is_counted(engine, plain, monkeypatch):
     (sequence,) = engine.generate([request])
     done = engine.statistics
     assert sequence.chosen == coming[request]
-    assert (done.num_steps, done.num_new_tokens) == (4, 13)  # the prompt and 3 of them, 4, 4, 2
+    assert (done.num_steps, done.num_new_tokens) == (4, 13)  # 3 with the prompt, then 4, 4, 2
     assert done.accepted_length == 13 / 4
     assert done.num_drafted_tokens == done.num_accepted_tokens == 9
     assert done.tokens_per_second > 0
     text = metrics.exposition(engine, {})
     assert "jattn_accepted_tokens_total 9" in text
     assert "jattn_accepted_length 3.25" in text
-    # While a server compiles programs behind, nothing is drafted.
+    # While programs are compiled in the background, nothing is drafted.
     monkeypatch.setattr(programs.Programs, "num_coming", 1)
     restart(engine, prefix_caching=False)
     assert engine.generate([request])[0].chosen == coming[request]

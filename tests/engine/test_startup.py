@@ -1,6 +1,6 @@
-"""How a server starts: with two programs, the others behind, all of them kept for the next time."""
+"""How a server starts: two programs first, others in the background, all cached for next time."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
+# ruff: noqa: E402 (a missing package skips the file before the imports below)
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_engine_serves_while_it_compiles(monkeypatch):
     assert engine.steps.num_coming == 2
     go.set()
     scored = Request(request.prompt, 6, logprobs=0, prompt_logprobs=True)
-    (scoring,) = engine.generate([scored])  # does not wait for its turn
+    (scoring,) = engine.generate([scored])  # compiled at once, before its turn
     while engine.steps.num_coming:
         time.sleep(0.01)
     assert compiled == [Bucket(1, 1, 1)]
@@ -77,7 +77,7 @@ def test_an_engine_serves_while_it_compiles(monkeypatch):
 
 
 @pytest.mark.extended
-def test_a_program_that_cannot_be_compiled_behind_fails_where_it_is_needed(monkeypatch):
+def test_a_program_that_fails_in_the_background_fails_where_it_is_needed(monkeypatch):
     def broken(self, bucket, *more):
         raise OverflowError("too large")
 
@@ -112,7 +112,7 @@ def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     assert set_to == {}
 
 
-def test_origins_are_those_that_browsers_send(capsys):
+def test_only_origins_that_browsers_send_are_accepted(capsys):
     parse = serve.options_parser().parse_args
     for text in ("*", "null", "https://example.com", "http://localhost:8000", "app://page"):
         assert parse(["--cors", text]).cors == [text]
@@ -140,7 +140,7 @@ def test_a_user_without_a_home_is_served(monkeypatch):
 
 @pytest.mark.extended
 def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
-    """The command, twice: terminated while a request runs, which is finished."""
+    """Run the command twice; terminated during a request, it finishes the request first."""
     port = free_port()
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -165,7 +165,7 @@ def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
     )
     assert first == second
     assert kept[0] <= kept[1]
-    # Nothing that was compiled is there twice. What compiles in no time is not kept at all.
+    # No program is kept twice. Programs that compile very quickly are not kept at all.
     assert sum(name.startswith("jit_step") for name in kept[1]) == 2
 
 
@@ -173,8 +173,8 @@ def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, jattn.UnsupportedError])
-def test_engines_of_a_start_that_fails_compile_nothing_more(monkeypatch, error):
-    """The host's memory is divided among them."""
+def test_engines_stop_compiling_when_the_start_fails(monkeypatch, error):
+    """The host cache's memory is divided among the engines."""
     engines, given = [Mock(followers=None), Mock(followers=Mock())], []
 
     def build(options, mesh):
@@ -195,8 +195,8 @@ def test_engines_of_a_start_that_fails_compile_nothing_more(monkeypatch, error):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_starts_ends_when_it_is_told(number):
-    """At once, in the middle of what Python cannot interrupt, and in a sentence."""
+def test_a_starting_server_ends_when_it_is_told_to(number):
+    """It ends at once, with one sentence, even during a call that Python cannot interrupt."""
     code = """
 import ctypes
 from examples.engine.starting import ends_when_told
@@ -220,7 +220,7 @@ with ends_when_told("the server"):
     assert error == f"the server: ended by {number.name} before it was ready\n"
 
 
-def test_signals_call_what_they_are_to_and_nothing_else():
+def test_signals_only_call_the_given_function():
     before, calls = [signal.getsignal(number) for number in starting.SIGNALS], []
     with starting.on_signals(lambda: calls.append(1)):
         for number in starting.SIGNALS:
@@ -229,7 +229,7 @@ def test_signals_call_what_they_are_to_and_nothing_else():
     assert [signal.getsignal(number) for number in starting.SIGNALS] == before
 
 
-def test_handlers_are_as_they_were_when_it_has_started():
+def test_signal_handlers_are_restored_after_the_start():
     before = [signal.getsignal(number) for number in starting.SIGNALS]
     with starting.ends_when_told("the server"):
         assert [signal.getsignal(number) for number in starting.SIGNALS] != before
@@ -238,8 +238,8 @@ def test_handlers_are_as_they_were_when_it_has_started():
     assert "signals" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_half_a_program_is_removed_and_told(tmp_path):
-    """JAX would warn of it at every start, and never write it again."""
+def test_half_a_program_is_removed_and_reported(tmp_path):
+    """JAX would warn about it at every start, and never write it again."""
     whole = zlib.compress(bytes(1000))
     files = {"jit_step-1-cache": whole, "jit_step-2-cache": whole[:9], "jit_other-3-cache": b""}
     for name, data in files.items():
@@ -258,8 +258,8 @@ def test_half_a_program_is_removed_and_told(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("wrong", ["half", "full"])
-def test_jax_still_warns_as_it_is_understood(tmp_path, wrong):
-    """Of half a program, and of a disk that is full."""
+def test_warnings_of_jax_are_still_understood(tmp_path, wrong):
+    """About half a program, and about a full disk."""
     code = f"""
 import resource, sys, warnings
 import jax, jax.numpy as jnp

@@ -57,19 +57,19 @@ def test_a_tokenizer_file_without_an_end_can_be_constrained(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["", "[^\\x00-\\x{10FFFF}]"])
-def test_a_grammar_without_a_text_is_refused(grammars, pattern):
+def test_a_grammar_that_matches_nothing_is_refused(grammars, pattern):
     with pytest.raises(ValueError, match=r"^the grammar allows no token$"):
         grammars.from_regex(pattern)
 
 
-def test_a_grammar_that_refers_to_itself_alone_is_refused(grammars):
+def test_a_grammar_that_only_refers_to_itself_is_refused(grammars):
     with pytest.raises(ValueError, match=r"^the grammar allows no token$"):
         grammars.from_schema({"$ref": "#"})
 
 
 @pytest.mark.extended
-def test_a_grammar_that_takes_too_much_is_refused(grammars):
-    """It would take seconds of a step, and then end the text anywhere."""
+def test_a_grammar_that_is_too_complex_is_refused(grammars):
+    """It would delay a step by seconds, and then end the text anywhere."""
     with pytest.raises(ValueError, match=r"^the grammar failed: lexer error: too many expressions"):
         grammars.from_regex("((a{100}){100}){100}")
 
@@ -92,7 +92,7 @@ def check_json(text: str) -> dict:
 
 
 @pytest.mark.extended
-def test_texts_follow_their_grammars_next_to_others(engine, grammars):
+def test_texts_follow_their_grammars_in_mixed_batches(engine, grammars):
     schema, pattern = grammars.from_schema(SCHEMA), grammars.from_regex(PATTERN)
     requests = []
     for seed in range(6):
@@ -117,7 +117,7 @@ def test_texts_follow_their_grammars_next_to_others(engine, grammars):
         assert alone.chosen == sequence.chosen
 
 
-def test_a_stop_token_ends_where_the_grammar_lets_it(engine):
+def test_a_stop_token_ends_a_text_where_the_grammar_allows_it(engine):
     engine.reset()
     a, end = ord("a"), 10
     grammar = Grammars(Bytes(), 256, [end]).from_regex("a{3}(a{3})?")
@@ -128,7 +128,7 @@ def test_a_stop_token_ends_where_the_grammar_lets_it(engine):
 
 
 class _Followers:
-    """Stands for other processes: what they are told."""
+    """Stands in for other processes, and records what they are told."""
 
     def __init__(self):
         self.told = []
@@ -140,7 +140,7 @@ class _Followers:
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "with-followers"])
 @pytest.mark.parametrize("where", ["allowed", "accept"])
 def test_a_grammar_that_fails_fails_its_request_alone(engine, grammars, monkeypatch, where, shared):
-    """Amid its text, with others that go on: before a step begins, or when it has ended."""
+    """It fails during its text, before or after a step, while others go on."""
     engine.reset()
     prompt = tuple(range(40, 60))
     (expected,) = engine.generate([Request(prompt, 9)])
@@ -166,10 +166,10 @@ def test_a_grammar_that_fails_fails_its_request_alone(engine, grammars, monkeypa
     assert outputs[-1].error is caught.value
     given = [output.token for output in outputs[:-1]]
     assert given == good.chosen[chosen:]
-    assert bool(given) == (where == "accept")  # the step has run: its tokens stand
+    assert bool(given) == (where == "accept")  # the step has run, so its tokens are kept
     list(engine.stream())
     assert (good.chosen, good.finish_reason) == (expected.chosen, "length")
-    most = engine.limits.block_size + 9  # of a block that is partly full, and of new tokens
+    most = engine.limits.block_size + 9  # tokens of a partly full block, and new tokens
     assert engine.statistics.num_computed_tokens - computed <= most
     (again,) = engine.generate([Request(prompt, 9)])
     assert (again.chosen, again.num_reused) == (expected.chosen, 16)
@@ -202,7 +202,7 @@ def test_tokens_of_several_bytes(tmp_path):
     assert raw.token_to_id("2") not in allowed()
     assert not matcher.accept(raw.token_to_id("1"))
     assert allowed() == {raw.token_to_id("2")}
-    assert matcher.accept(raw.token_to_id("2"))  # nothing can follow
+    assert matcher.accept(raw.token_to_id("2"))  # the grammar allows nothing more
     assert allowed() == {end}
 
 
