@@ -30,7 +30,7 @@ def test_batches():
 
 
 def test_the_suite_is_the_published_one():
-    """Bytes and FLOPs of some rows, computed by hand: 4 or 8 per FLOP, causal triangles."""
+    """Bytes and FLOPs of some rows match those computed by hand."""
     suite = gpu_workloads.suite()
     assert len(suite) == 34
     assert len({w.name for w in suite}) == 34
