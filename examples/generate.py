@@ -3,14 +3,14 @@
     python examples/generate.py
 
 runs a small byte-level Gemma-4-style model on your CPU and serves a few requests as a server would:
-they arrive while others are running, prompts are prefilled in chunks while other requests decode,
-and each kind of layer has a pool of blocks that sequences share. `--verify` serves the prompts of
-two reference checkpoints instead and compares tokens and logits with another library's. `--model
-DIR` runs any checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next, Nemotron-H or DeepSeek-V3 in
-Hugging Face's layout, depending on its config.json. See `--help` for the rest.
+requests arrive while others run, prompts are prefilled in chunks while other requests decode, and
+each kind of layer has a pool of blocks that sequences share. `--verify` instead serves the prompts
+of two reference checkpoints and compares tokens and logits with another library's. `--model DIR`
+runs any Gemma 4, Qwen3, GPT-OSS, Qwen3-Next, Nemotron-H or DeepSeek-V3 checkpoint in Hugging Face's
+layout, as its config.json says. See `--help` for the rest.
 """
 
-# ruff: noqa: E402 (run as a file, it must find its packages before it can import them)
+# ruff: noqa: E402 (when run as a file, it must make its packages importable before it imports them)
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from examples.verify import compare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program: 0, or 1 if `--verify` failed. Wrong arguments exit with status 2."""
+    """Run the program; return 0, or 1 if `--verify` failed. Wrong arguments exit with status 2."""
     parser = options_parser()
     options = parser.parse_args(arguments)
     passed = True
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(job: Job, options: argparse.Namespace) -> Engine:
-    """Make the caches, compile the step, and print what is being done."""
+    """Make the caches and compile the step, printing progress."""
     _describe(job)
     limits = job.limits
     states = {limits.pool_of(group) for group in limits.groups if group.is_state}
@@ -89,7 +89,7 @@ def build(job: Job, options: argparse.Namespace) -> Engine:
         limits,
         kv_format=KV_FORMATS[job.kv_format],
         tokenizer=job.tokenizer,
-        # A short run: two programs, rather than the few more that would make small steps faster.
+        # The run is short: compile two programs, not the further ones that speed up small steps.
         buckets=make_buckets(limits, [limits.max_seqs], [limits.token_budget]),
         implementation=options.implementation,
         check=options.verify,
@@ -115,7 +115,7 @@ def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
             bar.set_postfix_str(f"{len(engine.scheduler.running)} running, blocks {used}", False)
             num_steps += 1
         seconds = time.perf_counter() - start
-        bar.total = engine.statistics.num_new_tokens  # fewer where a text came to its end
+        bar.total = engine.statistics.num_new_tokens  # fewer if some text ended early
     engine.check_idle()
     arrivals = [step for step, _ in job.requests]
     state_pools = {job.limits.pool_of(group) for group in job.limits.groups if group.is_state}
@@ -144,7 +144,7 @@ def _describe(job: Job) -> None:
 
 
 def _print_texts(job: Job, report: Report) -> None:
-    """Every text in full, with a bar where the prompt ends."""
+    """Print every text in full, with a bar where the prompt ends."""
     for done in report.sequences:
         prompt, text = map(job.tokenizer.decode, (done.request.prompt, done.chosen))
         shown = _shorten(f"{prompt}|{text.rstrip()}", sys.maxsize)
@@ -152,7 +152,7 @@ def _print_texts(job: Job, report: Report) -> None:
 
 
 def _print_completions(job: Job, report: Report, most: int = 16) -> None:
-    """A line per request: its prompt and its continuation."""
+    """Print a line per request: its prompt and its continuation."""
     print(f"  {'request':<8} {'arrives':>7} {'prompt':>6}  {'reads':<26}  continues")
     for i, done in enumerate(report.sequences[:most]):
         arrival, count = report.arrivals[i], len(done.request.prompt)
@@ -204,7 +204,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Text in one line, cut to a width, with what cannot be printed escaped."""
+    """Put text on one line, cut to a width, with unprintable characters escaped."""
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     shown = "".join(escaped)
     return shown if len(shown) <= width else shown[: width - 3] + "..."

@@ -19,7 +19,7 @@ from examples.verify import RMS_LIMITS, Reference
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything that the options and a checkpoint decide."""
+    """Everything that follows from the options and a checkpoint."""
 
     name: str
     model: Model
@@ -27,12 +27,12 @@ class Job:
     limits: Limits
     requests: list[tuple[int, Request]]  # each with the step it arrives at
     tokenizer: Tokenizer
-    reference: Reference | None  # what to compare with, if asked
+    reference: Reference | None  # what to compare with, with --verify
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A run in figures."""
+    """The figures of a run."""
 
     sequences: list[Sequence]  # in the order of the requests
     arrivals: list[int]  # the step each arrived at
@@ -44,12 +44,12 @@ class Report:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The length of the longest sequence."""
         return max(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def dense_kv_bytes(self) -> int:
-        """The size of caches without pages: as many rows, each as long as the longest sequence."""
+        """The size of dense caches: as many rows, each as long as the longest sequence."""
         row = self.longest * self.bytes_per_token + self.state_bytes
         return self.statistics.peak.rows * row
 
@@ -67,7 +67,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     kv_format = options.kv_format or dtype
     tokenizer = load_tokenizer(directory, model.vocab_size)
     reference = None
-    if options.temperature is None:  # greedily, so small a model falls into a loop
+    if options.temperature is None:  # decoding greedily, so small a model falls into a loop
         options.temperature = 0.4 if model.name == SPEAKING else 0.0
     texts = options.prompt or _bundled_prompts(directory)
     if options.verify or not texts:
@@ -80,7 +80,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
             f"{model.max_positions}"
         )
     groups = group_layers(model.layers)
-    wanted = {True: options.sliding_blocks, False: options.global_blocks}  # by having a window
+    wanted = {True: options.sliding_blocks, False: options.global_blocks}  # True: with a window
     counts = {g.name: wanted[g.window is not None] for g in groups if not g.is_state}
     limits = Limits(
         groups=groups,
@@ -103,7 +103,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
 
 
 def _bundled_prompts(directory: Path) -> list[str]:
-    """The lines of a checkpoint's prompts.txt, if it has one."""
+    """Return the lines of a checkpoint's prompts.txt, if it has one."""
     path = directory / "prompts.txt"
     return path.read_text().splitlines() if path.is_file() else []
 
@@ -111,7 +111,7 @@ def _bundled_prompts(directory: Path) -> list[str]:
 def _reference(
     directory: Path, options: argparse.Namespace, dtype: str, kv_format: str
 ) -> Reference:
-    """The checkpoint's reference, after checking that the options let a run be compared with it."""
+    """Load the checkpoint's reference, after checking that the options allow the comparison."""
     if options.verify and options.prompt:
         raise ValueError("--verify serves the reference's prompts: leave out --prompt")
     if options.verify and dtype != "float32":
@@ -126,12 +126,12 @@ def _reference(
     except ValueError as error:
         if options.verify:
             raise ValueError(f"--verify: {error}") from None
-        raise ValueError(f"{directory}: give it something to continue with --prompt TEXT") from None
+        raise ValueError(f"{directory}: give it a text to continue with --prompt TEXT") from None
     available = reference.tokens.shape[1]
     if options.verify and (options.max_new_tokens or 0) > available:
         raise ValueError(
-            f"--max-new-tokens is {options.max_new_tokens}, but the reference to --verify with has "
-            f"{available} per prompt"
+            f"--max-new-tokens is {options.max_new_tokens}, but must be at most {available} with "
+            "--verify, the tokens per prompt in the reference"
         )
     return reference
 
@@ -144,7 +144,7 @@ def _requests(
     stop_tokens: tuple[int, ...],
     kv_format: str,
 ) -> list[tuple[int, Request]]:
-    """The given prompts or the reference's, one arriving after another."""
+    """Turn the given prompts, or the reference's, into requests that arrive one after another."""
     if reference is not None:
         count = options.max_new_tokens or reference.tokens.shape[1]
         forced = options.verify and kv_format != "float32"

@@ -9,7 +9,7 @@ caching, sampling, HTTP).
 The weights are written down rather than trained. Layer 1 has 16 heads over one KV head; head h
 attends to the token h + 1 positions back. Layer 2 has one head of 512 numbers, compares the present
 context with every earlier one and copies the token that followed the best match (an induction
-head). So the model continues a text with what it has read before.
+head). The model therefore continues a text by repeating what it has read.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PROMPTS = (
 _rng = np.random.default_rng(0)
 EMBEDDING = jnp.asarray(_rng.choice([-1.0, 1.0], (256, SIZE)) * SIZE**-0.5, jnp.float32)  # bytes
 FREQUENCIES = jnp.asarray(_rng.uniform(0, np.pi, SIZE // 2), jnp.float32)
-IMPORTANCE = jnp.linspace(6.0, 2.0, BACK)  # of each token of a context, the newest first
+IMPORTANCE = jnp.linspace(6.0, 2.0, BACK)  # weight of each token in a context, newest first
 
 
 def position_vectors(positions: jax.Array) -> jax.Array:
-    """A vector [..., SIZE] per position, nearly orthogonal to those of all other positions."""
+    """Return a vector [..., SIZE] per position, nearly orthogonal to that of any other position."""
     angles = jnp.multiply.outer(positions.astype(jnp.float32), FREQUENCIES)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def init_caches() -> list[tuple[jattn.KVArray, jattn.KVArray]]:
-    """One pool of blocks per layer; layer 2 has larger keys than values."""
+    """Make one pool of blocks per layer; layer 2's keys are larger than its values."""
     init = functools.partial(jattn.init_kv_cache, NUM_BLOCKS, 1, BLOCK_SIZE, value_dim=SIZE)
     return [init(dim, format=jattn.Dense("float32")) for dim in (SIZE, BACK * SIZE)]
 
@@ -56,7 +56,7 @@ def attend(cache, query, key, value, batch: jattn.AttentionMetadata):
 
 
 def model(caches, tokens: jax.Array, positions: jax.Array, batch: jattn.AttentionMetadata):
-    """Logits [T, 256] after every token, and the written caches."""
+    """Return logits [T, 256] after every token, and the written caches."""
     num_tokens, x = len(tokens), EMBEDDING[tokens][:, None]
     query = position_vectors(positions[:, None] - jnp.arange(1, BACK + 1)[None])
     key = position_vectors(positions)[:, None]
@@ -72,12 +72,12 @@ def step(caches, tables, tokens, starts, seq_lens, block_ids, counts, *, max_que
     """Run every sequence's new tokens: its prompt, or the token chosen last.
 
     Args:
-      caches, tables: donated, so that they are updated in place.
-      tokens: int32 [T], those of sequence 0 first.
+      caches, tables: donated, and so updated in place.
+      tokens: int32 [T], all of sequence 0's tokens first.
       starts: int32 [B + 1], where each sequence's tokens begin in `tokens`.
-      seq_lens: int32 [B], tokens of each sequence, these included.
+      seq_lens: int32 [B], each sequence's length, including these tokens.
       block_ids, counts: blocks to append to the sequences' tables, from `jb.pack_block_ids`.
-      max_query_len: the most new tokens of a sequence.
+      max_query_len: the most new tokens of any sequence.
     """
     rows = jnp.arange(len(seq_lens), dtype=jnp.int32)
     lengths = jnp.diff(starts)
@@ -92,13 +92,13 @@ def step(caches, tables, tokens, starts, seq_lens, block_ids, counts, *, max_que
 
 
 def generate(prompts: list[bytes], num_new: int) -> list[bytes]:
-    """The greedy continuation of every prompt."""
-    caches, pool = init_caches(), jb.BlockPool(NUM_BLOCKS)  # which says what block is free
+    """Return the greedy continuation of every prompt."""
+    caches, pool = init_caches(), jb.BlockPool(NUM_BLOCKS)  # the pool tracks which blocks are free
     tables = jb.init_block_tables([jb.BlockGroup(BLOCK_SIZE, MAX_LEN // BLOCK_SIZE)], len(prompts))
     held, seq_lens = [0] * len(prompts), np.zeros(len(prompts), np.int32)
     tokens = np.frombuffer(b"".join(prompts), np.uint8).astype(np.int32)
     lengths, chosen = np.array([len(prompt) for prompt in prompts]), []
-    for _ in range(num_new):  # the first step is the prefill, every other one decodes
+    for _ in range(num_new):  # the first step is the prefill, all others decode
         seq_lens = seq_lens + lengths.astype(np.int32)
         missing = [-(-n // BLOCK_SIZE) - have for n, have in zip(seq_lens, held, strict=True)]
         new = [[pool.allocate(count)] for count in missing]

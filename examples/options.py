@@ -1,4 +1,4 @@
-"""Command lines of `examples/generate.py` and `examples/engine/serve.py`: what they share."""
+"""Command-line options that `examples/generate.py` and `examples/engine/serve.py` share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jattn
 from jattn import implementations
 
 SPEAKING = "byte-gemma"  # writes English-looking sentences
-BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
+BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # they have references: --verify runs them
 MORE_BUNDLED = (
     *("deepseek-v3-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
     *("qwen3-next-tiny", "qwen3-tiny"),
@@ -35,7 +35,7 @@ KV_FORMATS = {
 
 
 def checkpoint_directory(name: str) -> Path:
-    """The directory of a bundled checkpoint, or the one that a path names."""
+    """Return the directory of a bundled checkpoint, or the one that a path names."""
     bundled = name in (SPEAKING, *BUNDLED, *MORE_BUNDLED)
     return CHECKPOINTS / name if bundled else Path(name)
 
@@ -43,7 +43,7 @@ def checkpoint_directory(name: str) -> Path:
 def add_engine_options(
     parser: argparse.ArgumentParser, *, max_seqs: int, token_budget: int
 ) -> None:
-    """The options of every program that runs an engine, with some defaults."""
+    """Add the options of every program that runs an engine, with the given defaults."""
     add = functools.partial(parser.add_argument, metavar="N", type=integer(1))
     add("--max-seqs", default=max_seqs, help="sequences in a step (%(default)s)")
     add("--token-budget", default=token_budget, help="tokens in a step (%(default)s)")
@@ -54,12 +54,12 @@ def add_engine_options(
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="dtype to compute in (default: that of config.json, or float32)",
+        help="dtype to compute in (default: config.json's, or float32)",
     )
     parser.add_argument(
         "--kv-format",
         choices=KV_FORMATS,
-        help="what the caches store, or keys and values each (default: the same as --dtype)",
+        help="storage format of the caches, or of keys and of values (default: same as --dtype)",
     )
     parser.add_argument(
         "--mesh", metavar="AXIS=N", help="devices that share the model, such as tensor=2"
@@ -67,18 +67,18 @@ def add_engine_options(
     parser.add_argument(
         "--implementation",
         choices=tuple(implementations.BY_NAME),
-        help="of jattn.paged_attention (default: the best that can run here)",
+        help="implementation of jattn.paged_attention (default: the best that can run here)",
     )
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """Every option, its default and its help."""
+    """Make the parser, with every option, its default and its help."""
     parser = argparse.ArgumentParser(
         prog="generate.py",
         description="Serve requests with a language model over paged KV caches.",
         epilog="Without --prompt, the prompts of the checkpoint's prompts.txt or reference.npz are "
         f"served. {SPEAKING} was trained by examples/train_byte_model.py. The others have random "
-        "weights: what they write is noise, the same noise as another library's.",
+        "weights: they write noise, but the same noise as another library.",
     )
     parser.add_argument(
         "--model",
@@ -94,31 +94,29 @@ def options_parser() -> argparse.ArgumentParser:
         "--verify",
         action="store_true",
         help="compare tokens and logits with the checkpoint's reference.npz; "
-        "exit with status 1 where they differ",
+        "exit with status 1 if they differ",
     )
     add_engine_options(parser, max_seqs=8, token_budget=64)
     positive, natural = integer(1), integer(0)
     add = functools.partial(parser.add_argument, metavar="N", type=positive)
     add(
         "--max-new-tokens",
-        help="tokens to generate per request (default: 192 bytes, or 32 of other tokens)",
+        help="tokens to generate per request (default: 192 for byte models, 32 for others)",
     )
     add("--arrive-every", type=natural, default=3, help="steps between two arrivals (%(default)s)")
-    add("--sliding-blocks", help="blocks in the sliding layers' pool (default: never a shortage)")
-    add("--global-blocks", help="blocks in the global layers' pool (default: never a shortage)")
-    add(
-        "--seed", type=natural, default=0, help="of the order of blocks, and of draws (%(default)s)"
-    )
-    add("--top-k", type=natural, default=0, help="draw from the N likeliest tokens (0: all)")
+    add("--sliding-blocks", help="blocks in the sliding layers' pool (default: never too few)")
+    add("--global-blocks", help="blocks in the global layers' pool (default: never too few)")
+    add("--seed", type=natural, default=0, help="seed of block order and sampling (%(default)s)")
+    add("--top-k", type=natural, default=0, help="sample from the N likeliest tokens (0: all)")
     fraction = functools.partial(parser.add_argument, metavar="X", type=float)
-    fraction("--temperature", help=f"of draws (default: 0, the likeliest token; {SPEAKING}: 0.4)")
-    fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
+    fraction("--temperature", help=f"sampling temperature (default: 0, greedy; {SPEAKING}: 0.4)")
+    fraction("--top-p", default=1.0, help="sample from the likeliest with total probability X")
+    parser.add_argument("--quiet", action="store_true", help="print no progress bar and no texts")
     return parser
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Parses an integer of at least `least`, and of at most `most`."""
+    """Return a parser of integers of at least `least` and, if given, at most `most`."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:

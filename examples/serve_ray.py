@@ -1,20 +1,20 @@
-"""Replicas of the engine behind Ray Serve, with the same HTTP as one engine.
+"""Serve replicas of the engine behind Ray Serve, with the same HTTP API as one engine.
 
     pip install -e '.[ray]'
     python -m examples.serve_ray --model DIRECTORY --replicas 1:4
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
 
-    clients -> Ray's HTTP proxy -> Front      checks and tokenizes requests, answers in OpenAI's
-                                     |        shapes (`examples/engine/http/app.py`); has no model
-                                     |  tokens there, tokens back; routed by prefix
+    clients -> Ray's HTTP proxy -> Front      checks and tokenizes requests, responds in OpenAI's
+                                     |        format (`examples/engine/http/app.py`); has no model
+                                     |  tokens in both directions; routed by prefix
                               +------+------+
                               v             v
-                           Replica       Replica  ...   an engine each, in a process of its own
+                           Replica       Replica  ...   one engine each, in its own process
 
-Ray starts as many replicas as the load asks for, sends a request to the one that has read a prompt
-with the same beginning (`PrefixCacheAffinityRouter`), and replaces replicas whose process has died
-or whose engine has stopped (`check_health`). The front sends the requests of a lost replica to
-another one, with the tokens that they have got (`examples/engine/retries.py`).
+Ray starts as many replicas as the load requires, routes a request to the replica that has read a
+prompt with the same prefix (`PrefixCacheAffinityRouter`), and replaces replicas whose process has
+died or whose engine has stopped (`check_health`). If a replica is lost, the front sends its
+requests to another one, with the tokens generated so far (`examples/engine/retries.py`).
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from examples.engine.structure import load_grammars
 from examples.options import checkpoint_directory, integer
 from examples.text import load_tokenizer
 
-# Also `ray.serve.llm.request_router`'s, which cannot be imported without vLLM or sglang.
+# `ray.serve.llm.request_router` exports it too, but cannot be imported without vLLM or sglang.
 ROUTER = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:"
     "PrefixCacheAffinityRouter"
 )
 HEALTH_SECONDS = 2.0  # between two checks of a replica
-METRICS_SECONDS = 5.0  # in which replicas have to tell their metrics
-OBJECT_STORE = 128 << 20  # bytes: only tokens travel
-# The load is a mean over some seconds, and must stay for some more before replicas start or end.
+METRICS_SECONDS = 5.0  # how long replicas may take to report their metrics
+OBJECT_STORE = 128 << 20  # bytes, which are enough: only tokens travel
+# The load is averaged over a period, and must persist for a delay before replicas start or end.
 PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}
 
 
-# Options of engine.serve that a replica cannot have.
+# Options of engine.serve that replicas do not support.
 NOT_FOR_REPLICAS = {
     **dict.fromkeys(
         ("coordinator", "num_processes", "process_id", "cluster", "heartbeat"),
@@ -81,9 +81,9 @@ NOT_FOR_REPLICAS = {
     ),
     **dict.fromkeys(
         ("role", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
-        "a replica reads and decodes",
+        "a replica does both prefill and decode",
     ),
-    "lora_folder": "replicas take adapters at the start, with --lora",
+    "lora_folder": "replicas load adapters at startup, with --lora",
     **dict.fromkeys(
         ("restarts", "restart_wait", "uds", "supervisor"), "Ray replaces a replica that dies"
     ),
@@ -94,14 +94,14 @@ NOT_FOR_REPLICAS = {
 class Call:
     """A request on its way to a replica."""
 
-    prompt: str  # what the router compares: the adapter's name, and a character per token
-    request: Request  # without its grammar, which does not travel
-    grammar: str | None  # its source
-    chosen: tuple[int, ...]  # tokens that it has got
+    prompt: str  # what the router compares: the adapter's name, then a character per token
+    request: Request  # without its grammar, which cannot be sent
+    grammar: str | None  # the grammar's source
+    chosen: tuple[int, ...]  # tokens generated so far
 
 
 def pack(request: Request, chosen: tuple[int, ...]) -> Call:
-    """A request for a replica, to go on after some tokens."""
+    """Pack a request for a replica, which continues it after the tokens generated so far."""
     adapter = request.adapter.name if request.adapter else ""
     grammar = None if request.grammar is None else request.grammar.source
     prompt = "".join(chr(t if t < 0xD800 else t + 0x800) for t in request.prompt)  # no surrogates
@@ -110,7 +110,7 @@ def pack(request: Request, chosen: tuple[int, ...]) -> Call:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The front's knowledge of the replicas' engines."""
+    """What the front knows about the replicas' engines."""
 
     model: Model  # without parameters
     max_len: int
@@ -118,7 +118,7 @@ class Description:
 
 
 class Replica:
-    """An engine."""
+    """A process with an engine."""
 
     def __init__(self, options: argparse.Namespace):
         keep_compiled(options)
@@ -129,7 +129,7 @@ class Replica:
         self._thread.start()
 
     def describe(self) -> Description:
-        """The model, and the longest sequence."""
+        """Describe the model, the longest sequence and the adapters."""
         engine = self._thread.engine
         known = ("name", "vocab_size", "max_positions", "dtype", "stop_tokens")
         known = {name: getattr(engine.model, name) for name in known}
@@ -137,7 +137,7 @@ class Replica:
         return Description(model, engine.limits.max_len, dict(engine.adapters))
 
     async def stream(self, call: Call) -> AsyncIterator[Token]:
-        """The tokens of a request, after those it has."""
+        """Yield the tokens of a request after those it already has."""
         request = dataclasses.replace(
             call.request,
             prompt=_one_of_all(call.request.prompt),
@@ -148,30 +148,33 @@ class Replica:
                 yield token
 
     def metrics(self) -> list[Family]:
-        """Of this engine, under the replica's name."""
+        """Return this engine's metrics, under the replica's name."""
         name = serve.get_replica_context().replica_id.unique_id
         return families(self._thread.engine, replica=name)
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica for which it raises."""
+        """Raise if the engine has failed. Ray calls this, and replaces a replica that raises."""
         if error := self._thread.check(self._step_seconds):
             raise error
 
 
 @functools.lru_cache(256)
 def _one_of_all(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The first of equal prompts: texts of one prompt share its blocks (`engine/forks.py`)."""
+    """Return one object for equal prompts, so that their texts share blocks (`engine/forks.py`)."""
     return prompt
 
 
 class Front:
-    """The HTTP server's application, around replicas instead of an engine."""
+    """The HTTP server's application, over replicas instead of an engine."""
 
     def __init__(self, options: argparse.Namespace, replicas: serve.handle.DeploymentHandle):
         self._options, self._replicas = options, replicas
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Ray. The application is complete once a replica has described itself."""
+        """Build the application, which is complete once a replica has described itself.
+
+        Ray calls this.
+        """
 
         @contextlib.asynccontextmanager
         async def lifespan(outer: Starlette) -> AsyncIterator[None]:
@@ -194,7 +197,7 @@ class Front:
             except RayActorError as error:
                 raise EngineLostError(f"its replica has died: {type(error).__name__}") from None
             finally:
-                tokens.cancel()  # which does nothing if it has ended
+                tokens.cancel()  # does nothing if it has ended
 
         async def poll() -> list[list[Family]]:
             asked = self._replicas.broadcast("metrics")
@@ -219,7 +222,7 @@ class Front:
 
 
 def make_application(options: argparse.Namespace) -> serve.Application:
-    """A front and its replicas, for `serve.run`."""
+    """Make a front and its replicas, for `serve.run`."""
     fewest, most = options.replicas
     replica = serve.deployment(
         Replica,
@@ -239,7 +242,7 @@ def make_application(options: argparse.Namespace) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER,
             request_router_kwargs={
-                # Requests by which replicas may differ before the shortest queue goes first.
+                # By how many requests replicas may differ before the shortest queue goes first.
                 "imbalanced_threshold": options.max_seqs,
                 "do_eviction": True,
             },
@@ -248,31 +251,31 @@ def make_application(options: argparse.Namespace) -> serve.Application:
     front = serve.deployment(
         serve.ingress()(Front),
         name="front",
-        max_ongoing_requests=2 * options.max_requests,  # those that are refused included
+        max_ongoing_requests=2 * options.max_requests,  # including those it refuses
         ray_actor_options={"num_cpus": 0},
     )
     return front.bind(options, replica.bind(options))
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """Every option, its default and its help."""
+    """Make the parser, with every option, its default and its help."""
     parser = engine_options()
     parser.prog = "python -m examples.serve_ray"
     parser.description = "Serve a model over HTTP with replicas of the engine, behind Ray Serve."
     add = functools.partial(parser.add_argument)
-    add("--replicas", metavar="N", type=interval, default=(1, 1), help="or FEWEST:MOST (1)")
-    add("--cpus", metavar="N", type=float, default=1, help="of a replica (%(default)s)")
-    add("--gpus", metavar="N", type=float, default=0, help="of a replica (%(default)s)")
-    add("--address", help="of a Ray cluster (default: one is started here)")
+    add("--replicas", metavar="N", type=interval, default=(1, 1), help="N or FEWEST:MOST (1)")
+    add("--cpus", metavar="N", type=float, default=1, help="CPUs per replica (%(default)s)")
+    add("--gpus", metavar="N", type=float, default=0, help="GPUs per replica (%(default)s)")
+    add("--address", help="address of a Ray cluster (default: start one here)")
     return parser
 
 
 def interval(text: str) -> tuple[int, int]:
-    """Parses N or FEWEST:MOST, of at least 1 and in order."""
+    """Parse N or FEWEST:MOST, of at least 1 and in order."""
     fewest, _, most = text.partition(":")
     pair = integer(1)(fewest), integer(1)(most or fewest)
     if pair[0] > pair[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} has more at least than at most")
+        raise argparse.ArgumentTypeError(f"{text!r} must not have FEWEST above MOST")
     return pair
 
 
@@ -284,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is for engine.serve: {reason}")
     if any(item.startswith("data=") for item in (options.mesh or "").split(",")):
-        parser.error(f"--mesh is {options.mesh!r}, but replicas take the place of data=N")
+        parser.error(f"--mesh is {options.mesh!r}, but replicas replace data=N")
     try:
         check_options(options)
     except ValueError as error:
@@ -303,6 +306,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from examples import serve_ray  # what is sent to other processes is not of `__main__`
+    from examples import serve_ray  # objects sent to other processes must not be of `__main__`
 
     serve_ray.main()

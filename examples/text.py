@@ -1,4 +1,4 @@
-"""Text to tokens and back, for the two kinds of checkpoint there are here."""
+"""Convert text to tokens and back: as bytes, or with a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Decoder(Protocol):
     """Turns tokens into text one at a time, each character once it is complete."""
 
     def push(self, token: int) -> str:
-        """The text that a further token makes certain."""
+        """Add a token; return the text that is now certain."""
         ...
 
     def finish(self) -> str:
-        """The text that is left when no token follows."""
+        """Return the remaining text when no token follows."""
         ...
 
 
@@ -26,27 +26,27 @@ class Tokenizer(Protocol):
     """The methods of a tokenizer that the program needs."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt, with those that begin and end one or without."""
+        """Return a prompt's tokens, with or without the special ones around a prompt."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text of some tokens, with the names of special ones or without."""
+        """Return the text of some tokens, with or without the names of special tokens."""
         ...
 
     def is_special(self, token: int) -> bool:
-        """Whether it is in no text, as one that ends a turn, unless special ones are asked for."""
+        """Whether texts omit the token by default, such as one that ends a turn."""
         ...
 
     def piece(self, token: int) -> str:
-        """The text of a token, or a special one's name; bytes that are no text as `\\x..`."""
+        """Return a token's text, or a special token's name; invalid bytes become `\\x..`."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of it in UTF-8, which may be a part of a character's."""
+        """Return a token's bytes in UTF-8, which may be only part of a character."""
         ...
 
     def decoder(self, *, special_tokens: bool = False) -> Decoder:
-        """Decodes a text as it grows."""
+        """Return a decoder for a text that grows."""
         ...
 
 
@@ -54,27 +54,27 @@ class Bytes:
     """Tokens are bytes of UTF-8: for models with a vocabulary of 256."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`; there are no special tokens."""
+        """Return the bytes of `text`; there are no special tokens."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text, with bytes that are none written as `\\\\x..`."""
+        """Return the text, with invalid bytes written as `\\\\x..`."""
         return bytes(tokens).decode(errors="backslashreplace")
 
     def is_special(self, token: int) -> bool:
-        """There are none."""
+        """Return False: there are no special tokens."""
         return False
 
     def piece(self, token: int) -> str:
-        """The character, or `\\x..` for a byte that is none."""
+        """Return the character, or `\\x..` for a byte that is not one."""
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
-        """The one byte."""
+        """Return the one byte."""
         return bytes([token])
 
     def decoder(self, *, special_tokens: bool = False) -> Decoder:
-        """Holds back the first bytes of a character."""
+        """Return a decoder that holds back an incomplete character."""
         return _ByteDecoder()
 
 
@@ -92,7 +92,7 @@ class _ByteDecoder:
 class WholeTextDecoder:
     """For tokenizers that can only decode whole texts.
 
-    Decodes a few tokens before the new ones with them, since what a token means may depend on the
+    It decodes new tokens together with a few before them, since a token's text may depend on the
     one before it, and holds back an incomplete character, which decodes as U+FFFD.
     """
 
@@ -102,7 +102,7 @@ class WholeTextDecoder:
         self._start = self._given = 0  # tokens decoded for context, tokens whose text was returned
 
     def push(self, token: int) -> str:
-        """The text of a token, once it ends in a whole character."""
+        """Add a token; return new text once it ends in a whole character."""
         self._tokens.append(token)
         text = self._new_text()
         if not text or text.endswith("\ufffd"):
@@ -111,7 +111,7 @@ class WholeTextDecoder:
         return text
 
     def finish(self) -> str:
-        """The text that is left, complete or not."""
+        """Return the remaining text, complete or not."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -125,15 +125,16 @@ def _bytes_by_character() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-# Vocabularies of bytes, as GPT-2's, write each as a character: itself, or the next after 255.
+# Byte-level vocabularies such as GPT-2's write each byte as a character: itself if printable,
+# else the next unused one from 256 on.
 BYTES = _bytes_by_character()
 
 
 class Subwords:
-    """A tokenizer of another package: tokens are parts of words.
+    """Another package's tokenizer, whose tokens are parts of words.
 
-    `encode` adds the tokens that the checkpoint puts around a prompt, unless it is told not to;
-    `decode` drops special ones, unless it is told to keep them.
+    By default, `encode` adds the tokens that the checkpoint puts around a prompt, and `decode`
+    drops special tokens.
     """
 
     def __init__(
@@ -142,64 +143,64 @@ class Subwords:
         decode: Callable[[Sequence[int], bool], str],
         name: Callable[[int], str | None],
     ):
-        """Take the package's functions.
+        """Wrap the package's functions.
 
         Args:
-          encode: is told whether to keep special tokens.
-          decode: likewise.
-          name: a token as the vocabulary writes it, or None.
+          encode: takes a text, and whether to add special tokens.
+          decode: takes tokens, and whether to keep special ones.
+          name: returns a token as the vocabulary writes it, or None.
         """
         self._encode, self._decode, self._name = encode, decode, name
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt, with those that begin and end one or without.
+        """Return a prompt's tokens, with or without the special ones around a prompt.
 
         Raises:
-          UnicodeEncodeError: it has half of a surrogate pair, which is no character.
+          UnicodeEncodeError: the text has a lone surrogate, which is not a character.
         """
-        text.encode()  # the packages raise a TypeError
+        text.encode()  # the packages would raise a TypeError
         return self._encode(text, special_tokens)
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text of some tokens, with the names of special ones or without."""
+        """Return the text of some tokens, with or without the names of special tokens."""
         return self._decode(tokens, special_tokens)
 
     def is_special(self, token: int) -> bool:
-        """Whether only special tokens' names show it."""
+        """Whether the token has text only when special tokens are kept."""
         return not self._decode([token], False) and bool(self._decode([token], True))
 
     def piece(self, token: int) -> str:
-        """The text of one token, or `\\x..` for bytes of a character that it does not complete."""
+        """Return a token's text, with bytes of an incomplete character as `\\x..`."""
         return self.token_bytes(token).decode(errors="backslashreplace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, of one that is a part of a character, too."""
+        """Return a token's bytes, even if they are only part of a character."""
         text = self._decode([token], True)
         name = self._name(token) if "\ufffd" in text else None
         if name is None:
             return text.encode()
-        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # as SentencePiece falls back to bytes
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's byte fallback
             return bytes.fromhex(byte[1])
         if set(name) <= BYTES.keys():
             return bytes(BYTES[character] for character in name)
         return text.encode()
 
     def decoder(self, *, special_tokens: bool = False) -> Decoder:
-        """Decodes a text as it grows."""
+        """Return a decoder for a text that grows."""
         return WholeTextDecoder(lambda tokens: self._decode(tokens, special_tokens))
 
     @classmethod
     def from_tokenizers(cls, path: Path) -> Subwords:
-        """A `tokenizer.json`, read by the `tokenizers` package.
+        """Read a `tokenizer.json` with the `tokenizers` package.
 
         Raises:
-          ValueError: it cannot be read.
+          ValueError: the package cannot read it.
         """
         from tokenizers import Tokenizer as Loaded
 
         try:
             loaded = Loaded.from_file(str(path))
-        except Exception as error:  # the package has none of its own
+        except Exception as error:  # the package defines no exception of its own
             raise ValueError(f"{path}: the tokenizers package cannot read it: {error}") from error
         return cls(
             lambda text, special: loaded.encode(text, add_special_tokens=special).ids,
@@ -209,7 +210,7 @@ class Subwords:
 
     @classmethod
     def from_transformers(cls, directory: Path) -> Subwords:
-        """A tokenizer directory, read by the `transformers` package."""
+        """Read a tokenizer directory with the `transformers` package."""
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -221,10 +222,11 @@ class Subwords:
 
 
 class TextStream:
-    """The text of a growing sequence, up to the first of some stop strings.
+    """The text of a growing sequence, up to the first stop string.
 
-    What is given out never changes: a character waits until it is complete, and the beginning of a
-    stop string until it turns out to be none. A stop string itself is not given out.
+    Text that was returned never changes: a character is held back until it is complete, and a
+    possible beginning of a stop string until it proves not to be one. The stop string itself is
+    never returned.
     """
 
     def __init__(
@@ -239,11 +241,11 @@ class TextStream:
         self._held = ""
 
     def push(self, tokens: Sequence[int], *, end: bool = False) -> tuple[str, bool]:
-        """The text that further tokens make certain, and whether a stop string ended it.
+        """Add tokens; return the text that is now certain, and whether a stop string ended it.
 
         Args:
-          tokens: what came.
-          end: nothing will follow.
+          tokens: the new tokens.
+          end: whether they are the last.
         """
         text = self._held + "".join(map(self._decoder.push, tokens))
         if end:
@@ -256,7 +258,7 @@ class TextStream:
         return text[:sure], False
 
     def _longest_beginning(self, text: str) -> int:
-        """Characters at the end of a text with which some stop string begins."""
+        """Return how many characters at the end of a text could begin a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         return next(
             (
@@ -269,10 +271,10 @@ class TextStream:
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+    """Load a checkpoint's tokenizer.
 
     Raises:
-      ValueError: there is none, it cannot be read, or the package that reads it is not installed.
+      ValueError: there is none, it cannot be read, or the package to read it is not installed.
     """
     path = directory / "tokenizer.json"
     if path.is_file():
@@ -280,9 +282,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
             return Subwords.from_tokenizers(path)
         if importlib.util.find_spec("transformers"):
             return Subwords.from_transformers(directory)
-        raise ValueError(f"{path}: reading it takes the tokenizers package: pip install tokenizers")
+        raise ValueError(f"{path}: reading it needs the tokenizers package: pip install tokenizers")
     if vocab_size == 256:
         return Bytes()
     raise ValueError(
-        f"{directory}: there is no tokenizer.json, and a vocabulary of {vocab_size} is not bytes"
+        f"{directory} has no tokenizer.json, and its vocabulary of {vocab_size} tokens is not bytes"
     )

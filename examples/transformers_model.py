@@ -1,9 +1,9 @@
-"""An unmodified transformers model that generates on jattn, its keys in pools.
+"""Generate with an unmodified transformers model whose attention and paged KV cache are jattn's.
 
     pip install 'jattn[transformers]'
     python -m examples.transformers_model
 
-The model is small and random; `AutoModelForCausalLM.from_pretrained(...)` goes in its place.
+The model is small and random. For a real one, use `AutoModelForCausalLM.from_pretrained(...)`.
 """
 
 from __future__ import annotations

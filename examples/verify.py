@@ -1,9 +1,10 @@
-"""Compare a run with a checkpoint's `reference.npz`: tokens and logits of another library.
+"""Compare a run with a checkpoint's `reference.npz`: the tokens and logits of another library.
 
-The file holds prompts, the greedy continuation of each and the logits every token was chosen from,
-in float32. In float32 this program must choose every token alike, with logits within 2e-4. With
-narrower caches a choice may differ and everything after it would; there the reference's tokens are
-fed instead of the program's own, and the root mean square of the logits' error is judged.
+The file holds prompts, the greedy continuation of each, and the float32 logits from which every
+token was chosen. In float32, this program must choose the same tokens, with logits within 2e-4.
+With narrower caches one choice may differ, and then everything after it differs too. The program is
+therefore fed the reference's tokens instead of its own, and the root mean square of the logits'
+error is judged.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 
 from examples.engine.request import Request, Sequence
 
-MAX_LIMIT = 2e-4  # right implementations in float32 differ by 1e-4
+MAX_LIMIT = 2e-4  # correct float32 implementations differ by 1e-4
 
-# A window wrong by one token gives 0.62, other faults more; right attention over rounded caches
-# gives what is in parentheses. e5m2 (0.49) is too near to the faults to be judged this way.
+# A window off by one token gives 0.62, other faults more. Correct attention over rounded caches
+# gives the number in parentheses. e5m2 (0.49) is too close to the faults to be judged this way.
 RMS_LIMITS = {
     "float16": 0.01,  # (0.002)
     "bfloat16": 0.04,  # (0.018)
@@ -40,7 +41,7 @@ class Reference:
         """Read a `reference.npz`.
 
         Raises:
-          ValueError: it is not there, or not such a file.
+          ValueError: the file is missing, or is not a reference.
         """
         try:
             with np.load(path) as file:
@@ -50,16 +51,16 @@ class Reference:
                 )
                 return cls(prompts, file["tokens"], file["logits"])
         except FileNotFoundError:
-            raise ValueError(f"{path}: not there, so there is nothing to compare with") from None
+            raise ValueError(f"{path} is missing: there is nothing to compare with") from None
         except (KeyError, OSError) as error:
             raise ValueError(f"{path}: not a reference file ({error})") from error
 
     def requests(
         self, max_new_tokens: int, arrive_every: int, *, forced: bool
     ) -> list[tuple[int, Request]]:
-        """The prompts as requests, each with the step it arrives at.
+        """Return the prompts as requests, each with the step at which it arrives.
 
-        `forced` ones are fed the reference's tokens.
+        If `forced`, they are fed the reference's tokens.
         """
         return [
             (
@@ -82,7 +83,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the run is right."""
+        """Whether the run matches its reference."""
         if self.rms_limit is not None:
             return self.rms_error <= self.rms_limit
         return self.equal_tokens == self.num_tokens and self.max_error <= MAX_LIMIT

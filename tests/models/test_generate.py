@@ -374,7 +374,7 @@ def test_a_checkpoint_without_reference_or_tokenizer_says_so(tmp_path, capsys):
         with pytest.raises(SystemExit):
             generate.main(["--model", str(bare), *arguments])
         assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="a vocabulary of 300 is not bytes"):
+    with pytest.raises(ValueError, match="its vocabulary of 300 tokens is not bytes"):
         load_tokenizer(bare, 300)
 
 

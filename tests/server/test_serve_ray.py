@@ -71,8 +71,8 @@ serve_ray.main(sys.argv[1:])
         "--lora-folder=.": "--lora-folder is for engine.serve: replicas take adapters at the start",
         "--restarts=3": "--restarts is for engine.serve: Ray replaces a replica that dies",
         "--restart-wait=3": "--restart-wait is for engine.serve",
-        "--mesh=tensor=2,data=2": "but replicas take the place of data=N",
-        "--replicas=3:2": "'3:2' has more at least than at most",
+        "--mesh=tensor=2,data=2": "but replicas replace data=N",
+        "--replicas=3:2": "'3:2' must not have FEWEST above MOST",
     }.items(),
 )
 def test_options_that_replicas_refuse(option, words):
