@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: which there are, and what requests choose them by.
+"""The LoRA adapters of an engine, which requests choose by name.
 
     limits = Limits(..., adapters=Room(count=4, rank=16))
     engine = Engine(model, limits, loras={"poet": "adapters/poet"})
@@ -6,9 +6,9 @@
     engine.adapters.load("sailor", "adapters/sailor")            # between steps; compiles nothing
     engine.adapters.unload("poet")                               # likewise; sequences keep theirs
 
-`examples/models/lora.py` has the mathematics. An adapter is a number in the step's inputs, of each
-token. Of the same tokens, sequences with different adapters have different keys and values, so the
-hashes of their prefixes begin with the adapter's salt.
+`examples/models/lora.py` has the mathematics. The step's inputs name each token's adapter by its
+number. Keys and values of the same tokens differ between adapters, so the hashes of prefixes begin
+with the adapter's salt.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from examples.models.lora import Adapted, Lora, Room, Stacks, read_lora
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter that is loaded. Get one from `Adapters`."""
+    """A loaded adapter. Get one from `Adapters`."""
 
     name: str
     directory: str
     number: int  # from 1: its place in the stacks
-    salt: bytes  # no adapter of other numbers has the same
+    salt: bytes  # different for adapters with different weights
 
 
 class AdapterNotLoadedError(ValueError):
-    """There is no adapter of a name, or no longer."""
+    """No adapter of this name is loaded, or it was unloaded."""
 
 
 class Adapters(Mapping[str, Adapter]):
@@ -45,23 +45,23 @@ class Adapters(Mapping[str, Adapter]):
         loras: Mapping[str, str | Path | Lora] | None = None,
         used: Callable[[], Container[Adapter | None]] | None = None,
     ):
-        """Make room, and load some.
+        """Make room, and load the given adapters.
 
         Args:
-          model: what is adapted.
-          room: None: for no adapter.
-          loras: directories that PEFT has written, or what `read_lora` made of them, by name.
-          used: returns the adapters of the sequences that wait or run; None: any may be used, so
-            those that are unloaded keep their places.
+          model: the model to adapt.
+          room: room for adapters; None: for none.
+          loras: directories that PEFT has written, or results of `read_lora`, by name.
+          used: returns the adapters of waiting and running sequences; None: any may be in use, so
+            unloaded ones keep their places.
 
         Raises:
-          ValueError: the model cannot be adapted, or by one of these.
+          ValueError: the model cannot be adapted at all, or by one of these.
         """
         if room is not None and not model.linears:
             raise ValueError(f"{model.name} has no linear layers that adapters could change")
         self.model, self.room = model, room  # `model` has the adapters in its parameters
         self._base, self._loaded = model, dict[str, Adapter]()
-        self._unloaded: list[Adapter] = []  # whose places sequences may still use
+        self._unloaded: list[Adapter] = []  # sequences may still use their places
         self._used = used
         self._stacks = room and Stacks(model.linears, room, model.dtype, model.mesh)
         for name, lora in (loras or {}).items():
@@ -78,37 +78,37 @@ class Adapters(Mapping[str, Adapter]):
         return len(self._loaded)
 
     def values(self) -> ValuesView[Adapter]:
-        """Those that are loaded now: a copy, since the engine's thread may change them."""
+        """Return a copy of the loaded adapters, which the engine's thread may change."""
         return dict(self._loaded).values()
 
     def check_name(self, name: str) -> None:
-        """See that an adapter can have a name.
+        """Check that an adapter can have this name.
 
         Raises:
-          ValueError: there is a model of this name.
+          ValueError: a model or adapter of this name exists.
         """
         if name in self._loaded or name == self._base.name:
-            raise ValueError(f"adapter {name!r}: there is a model of this name")
+            raise ValueError(f"adapter {name!r}: a model of this name exists")
 
     def no_room(self, name: str, num_unloaded: int) -> ValueError:
-        """The error if all places are taken, `num_unloaded` of them by unloaded adapters."""
+        """Return the error if all places are taken, `num_unloaded` of them by unloaded adapters."""
         count = self.room.count if self.room else 0
         until = ""
         if num_unloaded:
-            until = f"; {num_unloaded} unloaded but used until their requests end"
+            until = f"; {num_unloaded} unloaded but in use until their requests end"
         return ValueError(
             f"adapter {name!r}: there is room for {count}, and all of it is taken{until}"
         )
 
     def unloaded(self) -> set[Adapter]:
-        """Those that were unloaded and keep their places, since sequences use them."""
+        """Return unloaded adapters that keep their places because sequences still use them."""
         if self._unloaded and self._used is not None:
             used = self._used()
             self._unloaded = [adapter for adapter in self._unloaded if adapter in used]
         return set(self._unloaded)
 
     def free(self) -> set[int]:
-        """The places that another adapter could take."""
+        """Return the places that another adapter could take."""
         taken = {adapter.number for adapter in (*self._loaded.values(), *self.unloaded())}
         return {*range(1, 1 + (self.room.count if self.room else 0))} - taken
 
@@ -119,20 +119,20 @@ class Adapters(Mapping[str, Adapter]):
         *,
         number: int | None = None,
     ) -> None:
-        """Take one more adapter. To be called between steps.
+        """Load another adapter. Call this between steps.
 
         Args:
-          name: what requests call it.
-          source: a directory that PEFT has written, or what `read_lora` made of one.
-          number: the place it takes; None: the first that is free.
+          name: the name that requests use.
+          source: a directory that PEFT has written, or a result of `read_lora`.
+          number: the place to put it; None: the first free one.
 
         Raises:
-          ValueError: the name is taken, there is no room, the directory holds what this model
-            cannot compute, or other processes share the model.
+          ValueError: the name is taken, there is no room, the adapter does not fit the model, or
+            other processes share the model.
         """
         mesh = self._base.mesh
         if mesh is not None and mesh.devices.is_multi_process:
-            raise ValueError(f"adapter {name!r}: several processes take adapters at the start only")
+            raise ValueError(f"adapter {name!r}: several processes load adapters only at startup")
         self._take(name, source, number)
         try:
             self._place()
@@ -141,12 +141,12 @@ class Adapters(Mapping[str, Adapter]):
             raise
 
     def unload(self, name: str) -> None:
-        """Have no new request choose an adapter. To be called between steps.
+        """Prevent new requests from choosing an adapter. Call this between steps.
 
-        Sequences that have it keep it, and its place is free when they are finished.
+        Sequences that use it keep it, and its place becomes free when they are finished.
 
         Raises:
-          AdapterNotLoadedError: there is none of this name.
+          AdapterNotLoadedError: no adapter of this name is loaded.
         """
         if name not in self._loaded:
             raise AdapterNotLoadedError(f"adapter {name!r} is not loaded")

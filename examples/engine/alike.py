@@ -1,10 +1,10 @@
-"""What all processes of a group must be told alike, and what stands for it when they compare.
+"""The options that must be the same in all processes of a group, in a form that can be compared.
 
-Hosts may keep checkpoints and adapters in different places, so a digest of what is at a path stands
-for the path: of its configuration, and of every tensor's name, dtype, shape and some of its bytes.
-Two trainings of one model differ in nearly all of their numbers, so a few of each tensor tell them
-apart, and files of any size take a read of `SAMPLE_BYTES` for each tensor. How tensors are spread
-over files does not matter.
+Hosts may keep checkpoints and adapters in different places, so a path is replaced by a digest of
+its contents: the configuration, and every tensor's name, dtype, shape and some of its bytes. Two
+trainings of one model differ in nearly all their numbers, so a few bytes of each tensor tell them
+apart, and files of any size need only a read of `SAMPLE_BYTES` per tensor. How tensors are
+distributed over files does not matter.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ALIKE = (
     *("kv_format", "implementation", "speculate", "host_cache", "max_loras", "max_lora_rank"),
     *("role", "heartbeat"),
 )
-# Options with paths, which may differ: what is there must be alike.
+# Options with paths, which may differ; the contents must be the same.
 ALIKE_INSIDE = ("model", "draft", "lora")
 SAMPLE_BYTES = 1024  # of a tensor, from its middle
 MOST_HEADER = 100_000_000  # bytes, as in the safetensors package
 
 
 def shared_options(options: argparse.Namespace) -> dict[str, object]:
-    """The options that all processes of a group must have alike, by name."""
+    """Return the options that must be the same in all processes of a group, by name."""
     found = {name: getattr(options, name) for name in ALIKE}
     found |= {name: _of_model(getattr(options, name)) for name in ("model", "draft")}
     pairs = [text.partition("=")[::2] for text in options.lora]
@@ -40,7 +40,7 @@ def shared_options(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _of_model(name: str | None) -> str | None:
-    """A digest of a checkpoint, or why there is none."""
+    """Return a checkpoint's digest, or why there is none."""
     if name is None:
         return None
     directory = checkpoint_directory(name)
@@ -48,12 +48,12 @@ def _of_model(name: str | None) -> str | None:
         checkpoint = open_checkpoint(directory)
         places = (*checkpoint.files.values(), *checkpoint.scales.values())
         return _digest(directory / "config.json", {path for path, _ in places})
-    except (OSError, ValueError):  # loading it says why
+    except (OSError, ValueError):  # loading it will report why
         return "not a checkpoint"
 
 
 def _of_adapter(place: str) -> str:
-    """A digest of an adapter, or why there is none."""
+    """Return an adapter's digest, or why there is none."""
     try:
         return _digest(Path(place) / CONFIG, [Path(place) / TENSORS])
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def _of_adapter(place: str) -> str:
 
 
 def _digest(config: Path, files: Iterable[Path]) -> str:
-    """A digest of a configuration and of tensors.
+    """Return a digest of a configuration and of tensors.
 
     Raises:
       OSError, ValueError: a file cannot be read.
@@ -73,7 +73,7 @@ def _digest(config: Path, files: Iterable[Path]) -> str:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, str, list[int], bytes]]:
-    """The name, dtype and shape of each tensor in a file, and bytes from its middle.
+    """Yield the name, dtype and shape of each tensor in a file, and bytes from its middle.
 
     Raises:
       OSError, ValueError: the file cannot be read.
@@ -91,4 +91,4 @@ def _samples(path: Path) -> Iterator[tuple[str, str, list[int], bytes]]:
                 file.seek(8 + length + begin + (end - begin - size) // 2)
                 yield name, tensor["dtype"], tensor["shape"], file.read(size)
         except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{path}: its header is none of safetensors: {error}") from error
+            raise ValueError(f"{path}: its header is not a safetensors header: {error}") from error

@@ -1,4 +1,4 @@
-"""The arrays that an engine keeps on its devices: making them, and changing them between steps."""
+"""Make the arrays that an engine keeps on its devices, and change them between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.engine.step import make_tables
 def initializer(
     model: Model, limits: Limits, kv_format: Any, implementation: str | None
 ) -> Callable[[], tuple[Caches, jb.BlockTables, History]]:
-    """The function that makes an engine's caches, tables and history, where its mesh wants them."""
+    """Return a function that makes an engine's caches, tables and history, placed on its mesh."""
     sizes = {group.name: limits.num_blocks[limits.pool_of(group)] for group in limits.groups}
 
     def make() -> tuple[Caches, jb.BlockTables, History]:
@@ -39,7 +39,7 @@ def initializer(
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """The jitted programs between steps. Each takes over the arrays that it changes."""
+    """The jitted programs that run between steps. Each takes over the arrays that it changes."""
 
     begin: Callable[..., History]
     constrain: Callable[..., History]
@@ -47,7 +47,7 @@ class Updates:
 
     @classmethod
     def of(cls, model: Model, caches: Caches, history: History) -> Updates:
-        """The programs for arrays like these, which stay where they are."""
+        """Make the programs for arrays like these, which stay where they are."""
         where = jax.tree.map(lambda x: x.sharding, history)
         copy = copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, caches)
         return cls(
@@ -58,7 +58,7 @@ class Updates:
 
 
 def id_bytes(caches: Caches, limits: Limits) -> dict[str, int]:
-    """Bytes of one block or state of each pool, in all layers."""
+    """Return the bytes of one block or state of each pool, over all layers."""
     found = dict.fromkeys(limits.num_blocks, 0)
     pool_of = {group.name: limits.pool_of(group) for group in limits.groups}
     for index, pool in enumerate(caches.pools):
@@ -69,5 +69,5 @@ def id_bytes(caches: Caches, limits: Limits) -> dict[str, int]:
 
 
 def nbytes(tree: object) -> int:
-    """Bytes of all arrays of a tree."""
+    """Return the bytes of all arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

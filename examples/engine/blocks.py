@@ -1,6 +1,6 @@
-"""Which blocks and states a sequence holds, out of pools with a prefix cache in their free blocks.
+"""The blocks and states that a sequence holds, from pools whose free blocks form a prefix cache.
 
-A `jattn.blocks.BlockPool` hands out ids: of blocks of keys and values, or of states of recurrent
+A `jattn.blocks.BlockPool` allocates ids of blocks of keys and values, or of states of recurrent
 layers. A full block is published under the hash of all tokens up to its end, and so is a state at a
 block's border; a prompt that begins with the same tokens shares them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jattn.blocks as jb
 
-HOLE = 0  # the entry of a block that no query sees any more; never read
+HOLE = 0  # the entry of a block that queries no longer see; never read
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,8 +20,8 @@ class BlockTable:
     """One sequence's blocks in the caches of one group of attention layers.
 
     Entry i covers tokens [i * S, (i + 1) * S). With a window, blocks that no later query can see
-    go back to the pool; their entries stay in the table and may soon name another sequence's
-    block, which is harmless because attention never reads behind the window.
+    return to the pool. Their entries stay in the table and may soon name another sequence's block,
+    which is harmless because attention never reads behind the window.
     """
 
     pool: jb.BlockPool
@@ -34,11 +34,11 @@ class BlockTable:
     num_on_device: int = 0  # entries that were sent to the device's table
 
     def num_missing(self, length: int) -> int:
-        """Blocks to take before the table covers `length` tokens."""
+        """Return how many blocks to allocate before the table covers `length` tokens."""
         return max(0, -(-length // self.block_size) - len(self.blocks))
 
     def first_seen(self, position: int) -> int:
-        """The first block that the query at a position, or a later one, sees.
+        """Return the first block that the query at a position, or a later one, sees.
 
         It sees the keys from `position - window + 1` on.
         """
@@ -47,12 +47,12 @@ class BlockTable:
         return max(0, position - self.window + 1) // self.block_size
 
     def grow(self, length: int) -> None:
-        """Cover `length` tokens."""
+        """Allocate blocks to cover `length` tokens."""
         if missing := self.num_missing(length):
             self.blocks += self.pool.allocate(missing)
 
     def find(self, hashes: Sequence[bytes], num_blocks: int) -> list[int] | None:
-        """The published blocks that a query after `num_blocks` full blocks sees, or None."""
+        """Return the published blocks that a query after `num_blocks` full blocks sees, or None."""
         found = [
             self.pool.find(self.group, digest)
             for digest in hashes[self.first_seen(num_blocks * self.block_size) : num_blocks]
@@ -74,14 +74,14 @@ class BlockTable:
         self.num_published = num_blocks
 
     def return_behind_window(self, num_computed: int) -> None:
-        """Give up the blocks that the query at position `num_computed` does not see."""
+        """Release the blocks that the query at position `num_computed` does not see."""
         num_unseen = min(self.first_seen(num_computed), len(self.blocks))
         if num_unseen > self.num_returned:
             self.pool.free(self.blocks[self.num_returned : num_unseen])
             self.num_returned = num_unseen
 
     def trim(self, length: int) -> bool:
-        """Give up the blocks past `length` tokens, if there are any, and say whether."""
+        """Release blocks past `length` tokens; return whether there were any."""
         kept = -(-length // self.block_size)
         spare = self.blocks[kept:]
         self.pool.free(spare[::-1])
@@ -89,13 +89,13 @@ class BlockTable:
         return bool(spare)
 
     def take_new(self) -> list[int]:
-        """The entries that the device's table does not have yet."""
+        """Return the entries that the device's table does not have yet, and count them as sent."""
         new = self.blocks[self.num_on_device :]
         self.num_on_device = len(self.blocks)
         return new
 
     def release(self) -> None:
-        """Give up all blocks, the last first: a prefix is worth more than what follows it."""
+        """Release all blocks, the last first: a prefix is worth more than what follows it."""
         self.pool.free(reversed(self.blocks[self.num_returned :]))
         self.blocks, self.num_returned, self.num_published, self.num_on_device = [], 0, 0, 0
 
@@ -104,8 +104,8 @@ class BlockTable:
 class StateTable:
     """One sequence's recurrent states: one id for all layers of the group.
 
-    A published state is never written again: the next step reads it and writes to a fresh id.
-    So a checkpoint costs an id, and no copy.
+    A published state is never overwritten: the next step reads it and writes to a fresh id. A
+    checkpoint therefore costs an id, but no copy.
     """
 
     pool: jb.BlockPool
@@ -115,7 +115,7 @@ class StateTable:
 
     @property
     def num_missing(self) -> int:
-        """Ids to take before the next step."""
+        """How many ids to allocate before the next step."""
         return int(self.read < 0 or not self.pool.is_private(self.read))
 
     def prepare(self) -> None:
@@ -123,7 +123,7 @@ class StateTable:
         self.write = self.pool.allocate(1)[0] if self.num_missing else self.read
 
     def commit(self) -> None:
-        """The step has run."""
+        """Adopt the written state as current, since the step runs."""
         if self.read != self.write and self.read >= 0:
             self.pool.free([self.read])
         self.read = self.write
@@ -134,10 +134,10 @@ class StateTable:
         self.read = self.write = id
 
     def publish(self, digest: bytes) -> None:
-        """Keep the state as it is now for others."""
+        """Keep the current state for other sequences."""
         self.pool.publish(self.group, digest, self.read)
 
     def release(self) -> None:
-        """Give up the state."""
+        """Release the state."""
         self.pool.free({id for id in (self.read, self.write) if id >= 0})
         self.read = self.write = -1

@@ -1,9 +1,9 @@
-"""The caches of all layers, as one pytree that a jitted step is given and returns.
+"""The caches of all layers, as one pytree that a jitted step takes and returns.
 
-Layers of one window share block tables: a *group*. Each layer has a pool of its own, and a block
-id of the group names a block in the pool of each of its layers. Recurrent layers form a group too,
-whose ids are slots: by default in pools of their own (`two pools`), or, with `unified=True`, in the
-pages of the attention layers' pools, so that one free list serves both.
+Layers with the same window form a *group*, which shares block tables. Each layer has its own pool,
+and a block id of the group names a block in the pool of each of its layers. Recurrent layers also
+form a group, whose ids are slots. By default these are in pools of their own (`two pools`); with
+`unified=True` they are in pages of the attention layers' pools, so that one free list serves both.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ After = Callable[[jax.Array], Sequence[jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers that share ids: of blocks, or of states."""
+    """Layers that share ids of blocks or of states."""
 
     name: str
     layers: tuple[int, ...]
     window: int | None = None  # keys a query sees
     is_state: bool = False
-    context: int = 1  # devices that the tokens of a block are dealt to
+    context: int = 1  # devices that the tokens of a block are distributed over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Caches:
     pools: tuple[tuple[jattn.KVArray, jattn.KVArray] | jb.StateSlots, ...]
     places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
-    # While drafts are verified: of each recurrent layer, what finds its states after some of them.
+    # While draft tokens are verified: per recurrent layer, a function that returns its states after
+    # some of them.
     deferred: tuple[tuple[int, After], ...] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -68,18 +69,18 @@ class Caches:
         value: jax.Array | None = None,
         **options: Any,
     ) -> tuple[jax.Array, Caches]:
-        """Write a layer's new keys and values, and attend to all it has.
+        """Write a layer's new keys and values, then attend to all that it has.
 
         Args:
           layer: the layer that owns the cache.
           query: [T, H, D].
           batch: the step's work.
-          key, value: [T, K, D] and [T, K, V]; None: another layer's pages are only read.
-          options: of `jattn.paged_attention`: scale, sinks, logits_soft_cap, or the value_dim of a
-            cache whose values are in its keys...
+          key, value: [T, K, D] and [T, K, V]; None: only read another layer's pages.
+          options: of `jattn.paged_attention`, such as scale, sinks, logits_soft_cap, or value_dim
+            for a cache whose values are in its keys.
 
         Returns:
-          [T, H, V], and the written caches.
+          The output [T, H, V], and the written caches.
         """
         place = self._place(layer)
         metadata, caches = batch.attention[place.group], self
@@ -101,52 +102,52 @@ class Caches:
         return jattn.paged_attention(query, *pool, **metadata.as_kwargs(), **options), caches
 
     def read_states(self, layer: int, batch: Batch) -> tuple[jax.Array, ...]:
-        """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
+        """Return a recurrent layer's states before the step: an array [B, *shape] per tensor."""
         return self.states_at(layer, batch.states[self._place(layer).group].read)
 
     def write_states(
         self, layer: int, batch: Batch, states: Sequence[jax.Array], after: After | None = None
     ) -> Caches:
-        """Keep a recurrent layer's states after each sequence's last token of the step.
+        """Write a recurrent layer's states after each sequence's last token of the step.
 
         Args:
-          layer: whose they are.
+          layer: the recurrent layer.
           batch: the step's work.
           states: [B, ...] each.
-          after: `after(lengths)` finds the states after each sequence's first tokens of the step,
-            int32 [B]; asked once it is known which drafts are accepted (`drafts/rollback.py`).
+          after: `after(lengths)` returns the states after each sequence's first tokens of the step,
+            int32 [B]. It is called once the accepted draft tokens are known (`drafts/rollback.py`).
 
         Raises:
-          ValueError: drafts are verified, but `after` is None.
+          ValueError: draft tokens are verified, but `after` is None.
         """
         if self.deferred is None:
             ids = batch.states[self._place(layer).group].write
             return self.with_states_at(layer, ids, states)
         if after is None:
             raise ValueError(
-                f"layer {layer}: `after` is None, but must find the states after some of the "
-                "step's tokens where drafts are verified"
+                f"layer {layer}: `after` is None, but must return the states after some of the "
+                "step's tokens when draft tokens are verified"
             )
         return dataclasses.replace(self, deferred=(*self.deferred, (layer, after)))
 
     def defer_states(self) -> Caches:
-        """Caches that write states once the accepted drafts are known: `write_deferred`."""
+        """Return caches that write states once accepted tokens are known, in `write_deferred`."""
         return dataclasses.replace(self, deferred=())
 
     def write_deferred(self, batch: Batch, lengths: jax.Array) -> Caches:
-        """Write the states after each sequence's first tokens of the step, int32 [B]."""
+        """Write the states after each sequence's first `lengths` tokens of the step, int32 [B]."""
         caches = dataclasses.replace(self, deferred=None)
         for layer, after in self.deferred or ():
             caches = caches.write_states(layer, batch, after(lengths))
         return caches
 
     def states_at(self, layer: int, ids: jax.Array) -> tuple[jax.Array, ...]:
-        """A recurrent layer's states by id, int32 [B]: an array [B, *shape] per tensor."""
+        """Return a recurrent layer's states by id, int32 [B]: an array [B, *shape] per tensor."""
         pool = self._state_pool(self._place(layer))
         return jb.read_state(pool, _ids(pool, ids))
 
     def with_states_at(self, layer: int, ids: jax.Array, states: Sequence[jax.Array]) -> Caches:
-        """The caches with a recurrent layer's states written by id, int32 [B]."""
+        """Return the caches with a recurrent layer's states written by id, int32 [B]."""
         place = self._place(layer)
         pool = self._state_pool(place)
         written = jb.write_state(pool, _ids(pool, ids), states)
@@ -159,7 +160,7 @@ class Caches:
         return self._with(place.pool, written)
 
     def with_pools(self, pools: Sequence[Any]) -> Caches:
-        """The same with other contents."""
+        """Return the same caches with other contents."""
         return dataclasses.replace(self, pools=tuple(pools))
 
     def _place(self, layer: int) -> Place:
@@ -170,7 +171,7 @@ class Caches:
         return dataclasses.replace(self, pools=pools)
 
     def _state_pool(self, place: Place) -> jb.StateSlots | jb.PagePool:
-        """Slots, or the pages of an attention layer's pool seen as room for states."""
+        """Return the layer's slots, or an attention layer's pool as pages that hold states."""
         pool = self.pools[place.pool]
         if isinstance(pool, jb.StateSlots):
             return pool
@@ -178,18 +179,18 @@ class Caches:
 
 
 def _ids(pool: jb.StateSlots | jb.PagePool, ids: jax.Array) -> jax.Array:
-    """Ids as the pool takes them: a state is one slot, or a row of one page."""
+    """Shape ids as the pool takes them: a state is one slot, or a row of one page."""
     return ids[:, None] if isinstance(pool, jb.PagePool) else ids
 
 
 def group_layers(
     layers: Mapping[int, AttentionCache | StateCache], *, unified: bool = False
 ) -> tuple[Group, ...]:
-    """The cache groups of a model: one per window, and one for all recurrent layers.
+    """Return the cache groups of a model: one per window, and one for all recurrent layers.
 
-    They are named "global", "sliding" (or "sliding-128" where windows differ) and "state". In
-    unified pages a state takes the place of a block in an attention layer's pool, so each group
-    of recurrent layers ("state-0", "state-1"...) has at most as many layers as there are pools.
+    They are named "global", "sliding" (or "sliding-128" if windows differ) and "state". With
+    unified pages, a state occupies a block in an attention layer's pool, so each group of recurrent
+    layers ("state-0", "state-1"...) has at most as many layers as there are pools.
     """
     windows = {c.window for c in layers.values() if isinstance(c, AttentionCache)} - {None}
     num_pools = _num_unified_pools(layers)
@@ -225,24 +226,24 @@ def init_caches(
     unified: bool = False,
     implementation: str | None = None,
 ) -> Caches:
-    """Empty caches for every layer.
+    """Make empty caches for every layer.
 
     Args:
-      layers: what each keeps.
+      layers: what each layer caches.
       num_ids: blocks, or states, of each group.
       block_size: tokens in a block.
-      kv_format: how they store a number: a format of jattn's, or a pair for keys and values.
+      kv_format: the storage format: a jattn format, or a pair for keys and values.
       unified: states live in pages of the attention layers' pools.
-      implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
+      implementation: which implementation of `jattn.paged_attention` reads them, or None.
 
     Raises:
-      ValueError: a state does not fit a page of unified pages, or a block cannot be dealt out.
+      ValueError: a state does not fit a unified page, or a block cannot be divided among devices.
     """
     shares = max((getattr(cache, "context", 1) for cache in layers.values()), default=1)
     if block_size % shares or (unified and shares > 1):
         raise ValueError(
             f"block_size is {block_size}, but must be a multiple of the {shares} devices along "
-            "context, and states must have pools of their own there"
+            "context, where states must have pools of their own"
         )
 
     def kv_pool(cache: AttentionCache, count: int):
@@ -273,7 +274,7 @@ def init_caches(
 def aligned_block_size(
     layers: Mapping[int, AttentionCache | StateCache], bytes_per_value: int, block_size: int
 ) -> int:
-    """The block size, a multiple of `block_size`, at which a page holds a state of any layer."""
+    """Return the multiple of `block_size` at which a page holds a state of any layer."""
     attention = _alike_attention(layers)
     values = attention.head_dim + (attention.value_dim or attention.head_dim)
     return jb.align_hybrid_block_size(
@@ -286,10 +287,10 @@ def aligned_block_size(
 
 
 def _alike_attention(layers: Mapping[int, AttentionCache | StateCache]) -> AttentionCache:
-    """The cache of every attention layer, windows aside.
+    """Return the cache that all attention layers have, apart from their windows.
 
     Raises:
-      ValueError: they differ, so that their pages do.
+      ValueError: their caches differ, and so would their pages.
     """
     found = {
         dataclasses.replace(cache, window=None)
@@ -298,13 +299,13 @@ def _alike_attention(layers: Mapping[int, AttentionCache | StateCache]) -> Atten
     }
     if len(found) != 1:
         raise ValueError(
-            f"unified pages need attention layers that are alike, but there are {len(found)} kinds"
+            f"unified pages need attention layers of one kind, but there are {len(found)} kinds"
         )
     return found.pop()
 
 
 def _num_unified_pools(layers: Mapping[int, AttentionCache | StateCache]) -> int:
-    """Layers of the largest attention group: layer i of every group lives in pool i."""
+    """Return the size of the largest attention group: layer i of every group uses pool i."""
     windows = [c.window for c in layers.values() if isinstance(c, AttentionCache)]
     return max(map(windows.count, windows), default=0)
 
@@ -313,6 +314,7 @@ def _check_fit(pool: tuple[jattn.KVArray, jattn.KVArray], place: Place) -> None:
     pages = jb.PagePool(tuple(array.data for array in pool), place.cache.layout)
     if pages.pages_for(1) > 1:
         raise ValueError(
-            f"block_size: a page of {pages.page_bytes} bytes does not hold layer {place.layer}'s "
-            f"state of {place.cache.layout.nbytes}; `aligned_block_size` finds one that does"
+            f"block_size: a page of {pages.page_bytes} bytes cannot hold layer {place.layer}'s "
+            f"state of {place.cache.layout.nbytes} bytes; `aligned_block_size` returns a block "
+            "size that can"
         )

@@ -1,16 +1,16 @@
-"""Attention over keys that are dealt to devices, for sequences whose keys are too many for one.
+"""Attention over keys distributed to several devices, for sequences with too many keys for one.
 
-Devices along `context` (c of them) share a KV head. Of a layer that sees everything, the token at
-position p lies on device p mod c: a block of S tokens is S / c on each of them, under one id, so
-that the scheduler knows nothing of it (`jattn.blocks.ContextParallel`). Layers with a window keep
-all their keys on every device: they are few.
+Devices along `context` (c of them) share a KV head. In a layer without a window, the token at
+position p is on device p mod c: a block of S tokens has S / c on each device, under one id, so the
+scheduler knows nothing about it (`jattn.blocks.ContextParallel`). Layers with a window keep all
+their keys on every device, because they are few.
 
     q      all-gather over context        [T, H / (t c), D] -> [T, H / t, D]
     part   attention to the keys here, with their log-sum-exp
     out    all-to-all: a device gets the parts of its own heads, and merges them
 
-It is for decode. A token of a prompt attends as a sequence of its own, since how many of the keys
-here it sees depends on its position: that is right, and reads the keys once for every token.
+This is meant for decode. A prompt's token attends as a sequence of its own, since its position
+decides how many of the keys here it sees. This is correct, but reads the keys once per token.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from examples.models.parallel import CONTEXT
 def deal(
     metadata: jattn.AttentionMetadata, positions: jax.Array, size: int
 ) -> jattn.AttentionMetadata:
-    """The metadata with which one of `size` devices attends in a step.
+    """Return the metadata with which one of `size` devices attends in a step.
 
     Args:
       metadata: of whole sequences, with the slots of the tokens that this device keeps.
       positions: int32 [T].
       size: devices along `context`.
 
-    Returns: as many sequences, if each has one token in the step; otherwise one for each token.
+    Returns: the same sequences if each has one token in the step, otherwise a sequence per token.
     """
     tables, seq_lens, starts = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
     if metadata.max_query_len != 1:
@@ -60,18 +60,18 @@ def attend(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """`jattn.paged_attention` of this device's heads over keys that several devices keep.
+    """Compute `jattn.paged_attention` of this device's heads over keys that several devices keep.
 
     Args:
       query: [T, h, D], of this device's heads.
       pool: keys and values of the KV heads that devices along `context` share.
-      metadata: of the step; from `deal` if the keys are dealt.
+      metadata: of the step; from `deal` if the keys are distributed.
       dealt: whether they are; otherwise every device keeps all of them.
       sinks: [h] or None.
-      return_lse: the log-sum-exp is wanted, too.
+      return_lse: also return the log-sum-exp.
       options: of `jattn.paged_attention`.
 
-    Returns: [T, h, V], with `return_lse` and [T, h].
+    Returns: the output [T, h, V], and with `return_lse` the log-sum-exp [T, h].
     """
     num_tokens, num_local, _ = query.shape
     gather = functools.partial(jax.lax.all_gather, axis_name=CONTEXT, tiled=True)
@@ -86,7 +86,7 @@ def attend(
     part = jattn.paged_attention(query, *pool, return_lse=True, **given)
 
     def of_local_heads(x: jax.Array) -> jax.Array:
-        """[c, T, h, ...]: the parts that all devices have of this one's heads."""
+        """Return all devices' parts of this one's heads, [c, T, h, ...]."""
         by_device = x.reshape(num_tokens, -1, num_local, *x.shape[2:]).swapaxes(0, 1)
         return jax.lax.all_to_all(by_device, CONTEXT, split_axis=0, concat_axis=0)
 

@@ -1,4 +1,4 @@
-"""The serving loop: schedule, pack, run, update the tables while the device works, emit tokens.
+"""The serving loop: schedule, pack, run, update tables while the device works, emit tokens.
 
     engine = Engine(load_model(directory), limits, tokenizer=...)
     sequence = engine.add(Request(prompt, max_new_tokens=100))
@@ -6,8 +6,8 @@
         for output in engine.step():
             print(output.sequence.id, output.token, output.text)
 
-A step is one call of one jitted function. The host sends integers and gets back the chosen tokens.
-An engine belongs to one thread; `examples/engine/server.py` starts one for it.
+A step is one call of one jitted function. The host sends integers and receives the chosen tokens.
+An engine belongs to one thread, which `examples/engine/server.py` starts.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Output:
 
     sequence: Sequence
     token: int
-    text: str  # that the token completed: "" inside a character or a possible stop string
-    finish_reason: str | None  # "stop" or "length" with the last token, "error" of a failed request
+    text: str  # the text it completed: "" inside a character or a possible stop string
+    finish_reason: str | None  # "stop" or "length" at the last token, "error" if the request failed
     error: Exception | None = None  # why the request failed
-    likelihood: Likelihood | None = None  # the token's, if the request asks for it
+    likelihood: Likelihood | None = None  # the token's log-probabilities, if requested
 
 
 class Engine:
-    """A model, its caches and a scheduler. Making one compiles everything it will run."""
+    """A model, its caches and a scheduler. Creating one compiles everything it will run."""
 
     def __init__(
         self,
@@ -79,22 +79,22 @@ class Engine:
         Args:
           model: a loaded model.
           limits: the sizes to build for.
-          kv_format: how the caches store a number: a format of jattn's, or a pair of them for keys
-            and values; None: as the model computes.
-          tokenizer: turns tokens into text; None: there is no text, and no stop string.
-          buckets: shapes of steps; None: `make_buckets`, with the speculation's drafts.
-          implementation: which of `jattn.paged_attention`'s implementations runs, or None.
-          speculation: how next tokens are guessed and verified several at a time; None: they are
-            not. The tokens are the same.
+          kv_format: the caches' storage format: a jattn format, or a pair for keys and values;
+            None: the model's dtype.
+          tokenizer: turns tokens into text; None: outputs have no text, and stop strings are
+            refused.
+          buckets: shapes of steps; None: `make_buckets`, with the speculation's draft tokens.
+          implementation: which implementation of `jattn.paged_attention` to run, or None.
+          speculation: how to do speculative decoding; None: not at all. The tokens are the same.
           loras: adapters by name, as `Adapters.load` takes them; `limits.adapters` is their room.
-          host_cache_bytes: of host memory for blocks of the prefix cache that the pools evict, in
-            each process.
-          check: validate the tables, lengths and slots that every step used, on the host.
-          keep_logits: sequences keep the logits of every choice.
-          quiet: no progress bar while compiling.
-          behind: compile two of the steps' shapes, and the others in a thread: steps are padded
-            more than they need until it is done. `close` ends it early.
-          seed: of the order in which blocks are handed out.
+          host_cache_bytes: host memory in each process for prefix cache blocks that the pools
+            evict.
+          check: validate the tables, lengths and slots of every step on the host.
+          keep_logits: keep the logits of every choice in the sequences.
+          quiet: show no progress bar while compiling.
+          behind: compile two step shapes now and the others in a thread; until it is done, steps
+            are padded more than they need. `close` ends it early.
+          seed: seed of the order in which blocks are allocated.
         """
         if speculation:
             check_speculation(speculation, model, limits)
@@ -104,9 +104,9 @@ class Engine:
         self._seed = seed
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
-        self._progress: Progress | None = None  # of the step that is running
+        self._progress: Progress | None = None  # of the current step
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
-        self.hidden: jax.Array | None = None  # states that the last step left for `drafts/mtp.py`
+        self.hidden: jax.Array | None = None  # states from the last step, for `drafts/mtp.py`
         if not buckets:
             trees = speculation is not None and speculation.branches > 1
             num_drafts = speculation.num_drafts if speculation else 0
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def model(self) -> Model:
-        """The model, with the adapters that are loaded."""
+        """The model, with the loaded adapters."""
         return self.adapters.model
 
     @property
@@ -157,26 +157,26 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches, used or not."""
+        """The size of all caches, used or not."""
         return nbytes(self.caches)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks and states in use, in all layers."""
+        """The size of the blocks and states in use, in all layers."""
         pools = self.scheduler.pools
         return sum(size * pools[name].num_used for name, size in self.id_bytes.items())
 
     def used_adapters(self) -> set[Adapter | None]:
-        """Those of the sequences that wait or run."""
+        """Return the adapters of waiting and running sequences."""
         sequences = (*self.scheduler.waiting, *self.scheduler.running)
         return {sequence.request.adapter for sequence in sequences}
 
     def reset(self, **changes: Any) -> None:
-        """Start over with an empty prefix cache, and statistics at zero.
+        """Start over with an empty prefix cache and statistics at zero.
 
         Args:
-          changes: of the limits, as long as no array or program gets another shape:
-            `prefix_caching`, `checkpoint_every`, or fewer blocks.
+          changes: new limits that change no array's or program's shape: `prefix_caching`,
+            `checkpoint_every`, or fewer blocks.
         """
         assert not self.has_work, "sequences are running"
         limits = dataclasses.replace(self.limits, **changes)
@@ -193,14 +193,14 @@ class Engine:
 
         Args:
           request: the request.
-          contents: what another engine's caches hold of its prompt, but for the last token.
-          chosen: tokens that another engine has chosen for it: this one goes on after them, as if
-            it had preempted the sequence there.
+          contents: the prompt's cache contents from another engine, without the last token.
+          chosen: tokens that another engine has chosen for it. This engine continues after them, as
+            if it had preempted the sequence there.
 
         Raises:
-          ValueError: it may become longer than the engine was built for, it names tokens that the
-            model does not have, or stop strings without a tokenizer; contents do not fit; or it is
-            finished by `chosen`.
+          ValueError: the request may become longer than the engine was built for, has tokens that
+            the model does not have or stop strings without a tokenizer, or ends within `chosen`; or
+            the contents do not fit.
         """
         chosen = tuple(chosen)
         outside = [t for t in (*request.prompt, *chosen) if not 0 <= t < self.model.vocab_size]
@@ -221,7 +221,7 @@ class Engine:
             self.tokenizer, request.stop_strings, special_tokens=request.special_tokens
         )
         if (contents is not None or request.hands_over) and self.transfer is None:
-            raise ValueError("this engine hands over no prompts (`contents.make_transfer`)")
+            raise ValueError("this engine cannot transfer prompts (`contents.make_transfer`)")
         if contents is not None:
             self.transfer.check(contents, request.prompt)
         sequence = Sequence(request, stream, contents=contents, num_given=len(chosen))
@@ -236,16 +236,17 @@ class Engine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop a sequence and release its blocks. Does nothing if it is finished."""
+        """Stop a sequence and release its blocks; do nothing if it has finished."""
         if sequence.finish_reason is None:
             self._finish(sequence, "abort")
 
     def step(self) -> list[Output]:
-        """Run one step; the tokens it chose, for each sequence that was not amid its prompt.
+        """Run one step; return the tokens it chose.
 
-        That is one token, and one more for every draft that was accepted.
+        Each sequence that has read its whole prompt gets one token, plus one for every accepted
+        draft token.
 
-        An engine whose step raised can go on after `recover`.
+        If a step raises, the engine can go on after `recover`.
         """
         start = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -256,7 +257,7 @@ class Engine:
         self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
         if self._speculator and not self.steps.num_coming:
-            progress.launched = True  # models that draft run on devices
+            progress.launched = True  # draft models run on devices
             drafted = self._speculator.draft(plan, self.scheduler, bucket)
             progress.launched = False
             if drafted is not plan:
@@ -293,14 +294,14 @@ class Engine:
         return progress.outputs
 
     def recover(self, error: Exception) -> list[Output]:
-        """Fail the requests that made `step` raise; all others go on with their tokens.
+        """Fail the requests that made `step` raise; all others keep their tokens and go on.
 
-        `recovery.py` says which those are. Where a device failed the caches may hold anything, so
-        they are made again, without the prefix cache.
+        `recovery.py` finds the requests to fail. If a device failed, the caches may hold anything,
+        so they are created anew and the prefix cache is lost.
 
         Returns: the outputs of the step so far, and one for every failed request.
-        Raises: `error`, if no step had begun, or if devices failed that other processes share:
-          whether they have failed too is not known.
+        Raises: `error`, if no step had begun, or if devices failed and other processes share the
+          mesh: this process cannot know whether they have failed too.
         """
         progress, self._progress = self._progress, None
         if progress is None or (progress.on_devices and self.followers):
@@ -314,18 +315,18 @@ class Engine:
             elif not progress.done:
                 self.scheduler.preempt(sequence)
         if not progress.done:
-            self.scheduler.take_copies()  # to blocks that were given back just now
+            self.scheduler.take_copies()  # drop them: their target blocks were just released
         if progress.on_devices:
             self._forget_caches()
         return outputs
 
     def _forget_caches(self) -> None:
-        """Make the caches again; no sequence runs."""
+        """Create the caches again; no sequence runs."""
         for pool in self.scheduler.pools.values():
             pool.clear_hashes()
         if self.host_cache is not None:
             self.host_cache.forget_moves()
-        del self.caches, self.tables, self.history  # before there are new ones
+        del self.caches, self.tables, self.history  # free them before making new ones
         self.caches, self.tables, self.history = self._make_caches()
 
     def _can_pack(self, chunk: Chunk) -> bool:
@@ -348,8 +349,8 @@ class Engine:
         """Run the device's part of a step.
 
         Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] or None, metadata
-          and log-probabilities. The first are those after each sequence's tokens, the others those
-          after its drafts.
+          and log-probabilities. In each row, the first entry follows the sequence's own tokens and
+          the others follow its draft tokens.
         """
         self.caches, self.tables, self.history, *results, self.hidden = self.steps.run(
             bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs
@@ -359,12 +360,12 @@ class Engine:
         return tuple(results)
 
     def _allowed(self, chunk: Chunk) -> np.ndarray | None:
-        """The tokens that a sequence's grammar allows next, if it is to choose one."""
+        """Return the tokens that a sequence's grammar allows next, if this chunk chooses one."""
         matcher = chunk.sequence.matcher
         return matcher.allowed() if matcher is not None and chunk.is_last else None
 
     def _constrain_rows(self, plan: list[Chunk], allowed: list[np.ndarray | None]) -> None:
-        """Tell the device which tokens grammars allow."""
+        """Tell the device which tokens the grammars allow."""
         found = [(c.sequence.row, a) for c, a in zip(plan, allowed, strict=True) if a is not None]
         if found:
             rows = np.full(self.limits.max_seqs, self.limits.max_seqs, np.int32)
@@ -375,11 +376,11 @@ class Engine:
 
     @on_all_hosts
     def constrain(self, rows: np.ndarray, words: np.ndarray) -> None:
-        """Say which tokens may come next, on the device."""
+        """Set on the device which tokens may come next."""
         self.history = self._updates.constrain(self.history, rows, words)
 
     def _copy_blocks(self) -> None:
-        """Put in what comes from host memory, another engine and texts of the same prompt."""
+        """Fill blocks from host memory, from another engine and from texts with the same prompt."""
         if self.host_cache is not None and (moves := self.host_cache.moves()):
             self.move_blocks(moves)
         for sequence in self.scheduler.running:
@@ -399,7 +400,7 @@ class Engine:
 
     @on_all_hosts
     def clear_host_cache(self) -> None:
-        """Forget what is in host memory."""
+        """Clear the prefix cache in host memory."""
         assert self.host_cache is not None
         self.host_cache.clear()
 
@@ -409,7 +410,7 @@ class Engine:
         self.caches = self._updates.copy(self.caches, packed)
 
     def _begin_histories(self, plan: list[Chunk]) -> None:
-        """Fill in the device's history of sequences that begin to choose tokens."""
+        """Fill in the device's history for sequences that begin to choose tokens."""
         for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
             if sequence.request.adjusts and not sequence.has_history:
                 given = pack_beginning(sequence, self.limits.max_len, self.model.vocab_size)
@@ -417,7 +418,7 @@ class Engine:
                 sequence.has_history = True
 
     def close(self) -> None:
-        """Compile nothing more in the thread, after what is being compiled."""
+        """Stop the compiling thread once its current compilation is done."""
         self.steps.close()
 
     @on_all_hosts
@@ -427,39 +428,39 @@ class Engine:
 
     @on_all_hosts
     def idle(self) -> None:
-        """To be called now and then while there is no work, so that all processes hear of another.
+        """Exchange a sign of life with the other processes; call it regularly while idle.
 
         Raises:
           Exception: one of them has ended.
         """
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Serve requests until all are finished; the sequences they became, in their order."""
+        """Serve requests until all are finished; return their sequences in the same order."""
         sequences = [self.add(request) for request in requests]
         for _ in self.stream():
             pass
         return sequences
 
     def stream(self) -> Iterator[Output]:
-        """Tokens of all queued sequences as they come, until none is left."""
+        """Yield tokens of all queued sequences as they come, until none is left."""
         while self.has_work:
             yield from self.step()
 
     def check_idle(self) -> None:
-        """Assert that every block, state and row is back: nothing leaks."""
+        """Assert that every block, state and row was returned: nothing leaks."""
         assert not self.has_work
         for pool in self.scheduler.pools.values():
-            assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
+            assert pool.num_used == 0, f"{pool.num_used} ids were not returned"
         assert self.scheduler.num_free_rows == self.limits.max_seqs
 
     def _take_scores(self, plan: list[Chunk], likely: Likelihoods) -> None:
-        """Give sequences the log-probabilities of their prompts' tokens."""
+        """Give sequences their prompt log-probabilities."""
         begin = 0
         for chunk in plan:
             sequence, known = chunk.sequence, chunk.sequence.prompt_likelihoods
             prompt = sequence.request.prompt
             for at in range(chunk.start, chunk.stop):
-                if sequence.scores_prompt and at == len(known):  # it may be a preempted one's
+                if sequence.scores_prompt and at == len(known):  # known already if preempted before
                     index = begin + at - chunk.start
                     known.append(likely.of(index, prompt[at + 1], sequence.request.logprobs))
             begin += chunk.num_tokens
@@ -471,7 +472,7 @@ class Engine:
         logits: np.ndarray | None,
         likely: Likelihoods | None,
     ) -> None:
-        """Give each sequence the tokens that were chosen for it."""
+        """Give each sequence the tokens chosen for it."""
         now = time.perf_counter()
         for i, chunk in enumerate(progress.plan):
             if not chunk.is_last:
@@ -479,7 +480,7 @@ class Engine:
             sequence = chunk.sequence
             try:
                 path = self._append(progress, i, tokens[i], logits, likely, now)
-            except Exception as error:  # of its text or grammar, on this host
+            except Exception as error:  # its text or grammar failed on the host
                 progress.failed[sequence] = error
                 continue
             progress.finishing = sequence
@@ -501,7 +502,7 @@ class Engine:
         likely: Likelihoods | None,
         now: float,
     ) -> list[int]:
-        """Append what was chosen after a chunk; its drafts that were right, in their order."""
+        """Append the tokens chosen after a chunk; return its correct draft tokens, in order."""
         chunk, path, draft = progress.plan[index], [], -1
         sequence = chunk.sequence
         while draft is not None:
@@ -518,7 +519,7 @@ class Engine:
             progress.outputs.append(
                 Output(sequence, token, text, sequence.finish_reason, likelihood=likelihood)
             )
-            # What was chosen after a draft stands if the draft was right.
+            # A token chosen after a draft token is valid only if the draft token was correct.
             going = sequence.finish_reason is None
             draft = chunk.next_draft(draft, sequence.tokens[-1]) if going else None
             path += [] if draft is None else [draft]

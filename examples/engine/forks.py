@@ -1,13 +1,13 @@
 """Several texts of one prompt: the prompt is read once, and its blocks are shared.
 
-    leader    reads the prompt up to its last token, and waits for no other
+    leader    reads the prompt up to its last token, without waiting for the others
     others    wait until it is there; then they share its full blocks and its recurrent state, and
               copy the block that is partly full, since each of them writes to it next
-    all       compute the prompt's last token, each for itself, and go separate ways
+    all       compute the prompt's last token, each on its own, and diverge
 
-Requests are of one prompt if their prompts are one tuple, as those of a body with `n` are, and they
-have one adapter. Where
-there are no rows or blocks for a request when its leader is there, it begins on its own later.
+Requests share a prompt if their prompts are the same tuple object, like those of a body with `n`,
+and their adapters are equal. If a request has no row or blocks when its leader is there, it begins
+on its own later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from examples.engine.request import Sequence
 
 
 def fork_point(sequence: Sequence) -> int:
-    """How many tokens of its prompt a sequence shares with others: all but the last."""
+    """Return how many tokens of its prompt a sequence shares with others: all but the last."""
     return len(sequence.request.prompt) - 1
 
 
 def leader_of(sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
-    """The running sequence that reads the same prompt and is not past its last token, if any."""
+    """Return the running sequence that still reads the same prompt, if any."""
     if sequence.chosen or sequence.scores_prompt or fork_point(sequence) < 1:
         return None
     same = (s for s in running if _of_one_prompt(s, sequence) and not s.scores_prompt)
@@ -37,7 +37,7 @@ def leader_of(sequence: Sequence, running: Iterable[Sequence]) -> Sequence | Non
 
 
 def most_to_read(sequence: Sequence, most: int, waiting: Iterable[Sequence]) -> int:
-    """How many tokens a leader may compute of the `most` it could: it stops where others begin."""
+    """Return how many of `most` tokens a leader may compute: it stops where others begin."""
     left = fork_point(sequence) - sequence.num_computed
     if not 0 < left < most or sequence.scores_prompt:
         return most
@@ -51,7 +51,10 @@ def _of_one_prompt(one: Sequence, other: Sequence) -> bool:
 
 
 def shared_start(leader: Sequence, block_size: int) -> tuple[int, dict, dict]:
-    """Full blocks, ids and states that a sequence can begin with, of a leader that is there."""
+    """Return a count of full blocks, and ids of blocks and states, to begin with.
+
+    The leader must have reached the fork point.
+    """
     num_full = fork_point(leader) // block_size
     blocks = {n: t.blocks[t.num_returned : num_full] for n, t in leader.tables.items()}
     states = {name: table.read for name, table in leader.states.items()}
@@ -59,9 +62,9 @@ def shared_start(leader: Sequence, block_size: int) -> tuple[int, dict, dict]:
 
 
 def take_partial_blocks(sequence: Sequence, leader: Sequence) -> dict[str, tuple[int, int]]:
-    """Give a sequence that begins as its leader blocks for the tokens that fill none.
+    """Allocate blocks for the leader's tokens that do not fill a block.
 
-    Returns: by group, which block is to be copied, and where to.
+    Returns: by group, which block to copy, and to which.
     """
     sequence.num_computed = fork_point(leader)
     copies = {}
@@ -76,7 +79,7 @@ def take_partial_blocks(sequence: Sequence, leader: Sequence) -> dict[str, tuple
 def pack_copies(
     copies: Row[tuple[str, int, int]], groups: Row[str], max_seqs: int
 ) -> dict[str, np.ndarray]:
-    """Copies (group, from, to) as arrays [2, max_seqs] by group."""
+    """Pack copies (group, from, to) into arrays [2, max_seqs] by group."""
     packed = {name: np.full((2, max_seqs), -1, np.int32) for name in groups}
     for name in groups:
         for i, (_, source, target) in enumerate(c for c in copies if c[0] == name):
@@ -85,7 +88,7 @@ def pack_copies(
 
 
 def copy_blocks(caches: Caches, copies: Mapping[str, jax.Array]) -> Caches:
-    """Copy blocks in all layers of their groups. In place, if the caches are donated."""
+    """Copy blocks in all layers of their groups; in place, if the caches are donated."""
     pools = list(caches.pools)
     for place in caches.places:
         if place.group in copies:

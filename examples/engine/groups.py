@@ -4,9 +4,9 @@
                           +--> engine 1    devices 2, 3: the same again
 
 Each engine has a thread, and knows nothing of the others: a request stays where it begins. It goes
-where the fewest tokens come before its end. Those are the tokens that the group has still to
-compute, and those of the prompt that the group has not read: a prompt that begins as an earlier one
-goes to the same group, unless that one has more to do than the prompt would cost another.
+to the group that must compute the fewest tokens to finish it: the tokens of its other requests, and
+those of the prompt that it has not read. So a prompt that begins like an earlier one goes to the
+same group, unless that group has more to do than the prompt would cost another one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from examples.engine.server import EngineThread, Room, ShuttingDownError
 
 
 class Group:
-    """The facts known of an engine without asking it: what it has read, and has to do."""
+    """What is known about an engine without asking it: what it has read, and has to do."""
 
     def __init__(self, num_blocks: int):
         """Begin with nothing.
 
         Args:
-          num_blocks: of how many blocks to know that they were read; those sent last.
+          num_blocks: how many of the latest blocks that it has read to remember.
         """
-        self.num_tokens = 0  # to compute, of requests that are not finished
+        self.num_tokens = 0  # still to compute for unfinished requests
         self._num_blocks = num_blocks
         self._read: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's first blocks it has read."""
+        """Return how many of a prompt's first blocks it has read."""
         return next((i for i, h in enumerate(hashes) if h not in self._read), len(hashes))
 
     def note(self, hashes: Sequence[bytes]) -> None:
-        """It reads a prompt: the first blocks are forgotten last."""
+        """Record that it reads a prompt, whose first blocks are forgotten last."""
         for one in reversed(hashes):
             self._read[one] = None
             self._read.move_to_end(one)
@@ -50,14 +50,14 @@ class Group:
 
 
 class Groups(Room):
-    """Runs requests with several engines (a `server.Runner`)."""
+    """Runs requests on several engines (a `server.Runner`)."""
 
     def __init__(self, threads: Sequence[EngineThread], max_requests: int):
         """Wrap engines of the same model and limits.
 
         Args:
           threads: one for each engine.
-          max_requests: how many requests may wait and run at once; more are refused.
+          max_requests: how many requests may wait and run at once; further ones are refused.
         """
         super().__init__(max_requests)
         self.threads = tuple(threads)
@@ -68,7 +68,7 @@ class Groups(Room):
 
     @property
     def error(self) -> RuntimeError | None:
-        """Why an engine cannot go on: then the server ends, and is started again with all."""
+        """Why an engine cannot go on, in which case the whole server must restart."""
         errors = [thread.error for thread in self.threads if thread.error is not None]
         return min(errors, key=lambda error: isinstance(error, ShuttingDownError), default=None)
 
@@ -86,18 +86,18 @@ class Groups(Room):
             thread.give_up()
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
-        """Wait until an engine cannot go on, and say why."""
+        """Wait until an engine cannot go on, and report why."""
         while not any([thread.check(step_seconds) for thread in self.threads]):
             await asyncio.sleep(min(1.0, step_seconds / 4))
         on_failure(str(self.error))
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """The text for Prometheus, each engine's samples with its number as the label `group`."""
+        """Format the metrics for Prometheus, with each engine's number as the label `group`."""
         found = [metrics.families(t.engine, group=i) for i, t in enumerate(self.threads)]
         return metrics.text_of([*metrics.joined(found), metrics.http(responses)])
 
     async def stream(self, request: Request) -> AsyncIterator[Output]:
-        """The tokens of a request as they come. Leaving the loop early aborts the request.
+        """Yield a request's tokens as they come. Leaving the loop early aborts the request.
 
         Raises:
           ValueError: the engines cannot serve it.
@@ -116,7 +116,7 @@ class Groups(Room):
             group.num_tokens -= left
 
     def choose(self, request: Request) -> tuple[int, int]:
-        """The group that a request goes to, and how much of its prompt that one has to read."""
+        """Choose a request's group; also return how many prompt tokens that group has to read."""
         size, prompt = self._block_size, request.prompt
         hashes = jb.hash_blocks(prompt[: len(prompt) - 1], size, parent=request.salt)
         unread = [len(prompt) - size * group.num_known(hashes) for group in self.groups]

@@ -1,10 +1,10 @@
 """The device's records of sequences whose logits are changed before a token is chosen.
 
-Penalties need to know which tokens a sequence has, and how often it wrote each. So there is a row
-of counts for every sequence that may run, as large as its logits. The host fills it in once, when
-the sequence begins (`begin`); from then on the step adds each token that it chooses. A request's
-`logit_bias` lies next to it, and so do the tokens that a grammar allows next, which the host sends
-before each step (`constrain`). Rows of sequences that ask for none of it are never read.
+Penalties need to know which tokens a sequence has, and how often it generated each. So every
+sequence that may run has a row of counts, as large as its logits. The host fills it in once, when
+the sequence begins (`begin`); from then on the step adds each token that it chooses. The history
+also has a request's `logit_bias`, and the tokens that a grammar allows next, which the host sends
+before each step (`constrain`). Rows of sequences that need none of this are never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from examples.engine.request import MOST_BIASES, Sequence
 
-IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
+IN_PROMPT = 1 << 30  # added to the count of a token that is in the prompt
 
 
 @jax.tree_util.register_dataclass
@@ -36,18 +36,18 @@ class History:
 class Adjustments:
     """How each row's logits are changed. Every field is an array [B]."""
 
-    row: jax.Array  # int32, of the history; -1: they are not changed
-    presence: jax.Array  # float32, taken off the logits of tokens that were generated
-    frequency: jax.Array  # float32, likewise, times how often they were
+    row: jax.Array  # int32, of the history; -1: logits are not changed
+    presence: jax.Array  # float32, subtracted from the logits of generated tokens
+    frequency: jax.Array  # float32, likewise, times how often they were generated
     repetition: jax.Array  # float32, divides the logits of tokens in the prompt or generated
-    # Whether the token that is chosen is the sequence's next. It is not amid a prompt.
+    # Whether the chosen token is the sequence's next one. It is not within a prompt.
     is_next: jax.Array  # bool
     constrained: jax.Array  # bool: only tokens that the history allows are chosen
 
     def of_next(self, num_tokens: int) -> Adjustments:
-        """Rows for the next `num_tokens` tokens of each sequence: [B * num_tokens].
+        """Return rows for the next `num_tokens` tokens of each sequence: [B * num_tokens].
 
-        All see the same history: a sequence whose logits are changed has no drafts.
+        All use the same history: a sequence whose logits are changed has no draft tokens.
         """
         return jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
 
@@ -55,7 +55,7 @@ class Adjustments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """A sequence as `begin` takes it."""
+    """A sequence's data for `begin`."""
 
     row: np.ndarray  # int32 []
     tokens: np.ndarray  # int32 [longest sequence]; the vocabulary's size pads
@@ -65,7 +65,7 @@ class Beginning:
 
 
 def init_history(num_rows: int, vocab_size: int) -> History:
-    """Rows of nothing."""
+    """Make empty rows."""
     return History(
         jnp.zeros((num_rows, vocab_size), jnp.int32),
         jnp.full((num_rows, MOST_BIASES), vocab_size, jnp.int32),
@@ -75,7 +75,7 @@ def init_history(num_rows: int, vocab_size: int) -> History:
 
 
 def pack_beginning(sequence: Sequence, max_len: int, vocab_size: int) -> Beginning:
-    """Lay out what `begin` needs of a sequence."""
+    """Lay out a sequence's data for `begin`."""
     tokens = np.full(max_len, vocab_size, np.int32)
     bias_tokens = np.full(MOST_BIASES, vocab_size, np.int32)
     biases = np.zeros(MOST_BIASES, np.float32)
@@ -88,10 +88,10 @@ def pack_beginning(sequence: Sequence, max_len: int, vocab_size: int) -> Beginni
 
 
 def begin(history: History, given: Beginning) -> History:
-    """Fill in the row of a sequence that begins, or begins again. In place, if donated."""
+    """Fill in the row of a sequence that begins, or restarts; in place, if donated."""
     place = jnp.arange(given.tokens.shape[0], dtype=jnp.int32)
     counts = history.counts.at[given.row].set(0)
-    # A prompt may have a token often; the flag is set once, generated tokens are added to it.
+    # A prompt may repeat a token: the flag is set only once. Generated tokens are added to it.
     inside = jnp.where(place < given.num_prompt, given.tokens, history.counts.shape[1])
     counts = counts.at[given.row, inside].set(IN_PROMPT, mode="drop")
     generated = jnp.where(place < given.num_prompt, history.counts.shape[1], given.tokens)
@@ -105,7 +105,7 @@ def begin(history: History, given: Beginning) -> History:
 
 
 def constrain(history: History, rows: jax.Array, allowed: jax.Array) -> History:
-    """Say which tokens may come next. In place, if donated.
+    """Set which tokens may come next; in place, if donated.
 
     Args:
       rows: int32 [B], of the history; the number of rows pads.
@@ -115,11 +115,11 @@ def constrain(history: History, rows: jax.Array, allowed: jax.Array) -> History:
 
 
 def adjust(logits: jax.Array, history: History, asked: Adjustments) -> jax.Array:
-    """Logits [B, vocabulary] as the rows ask for them.
+    """Adjust logits [B, vocabulary] as the rows ask.
 
-    First `l += bias`; then, with a repetition penalty r, `l = l / r if l > 0 else l * r` for tokens
-    that the prompt has or that were generated; then, for tokens that were generated n > 0 times,
-    `l -= frequency * n + presence`. What a grammar does not allow is -inf.
+    First `l += bias`. Then, with a repetition penalty r, `l = l / r if l > 0 else l * r` for tokens
+    in the prompt or generated. Then, for tokens that were generated n > 0 times,
+    `l -= frequency * n + presence`. Tokens that a grammar does not allow get -inf.
     """
 
     def changed() -> jax.Array:
@@ -141,7 +141,7 @@ def adjust(logits: jax.Array, history: History, asked: Adjustments) -> jax.Array
 
 
 def note(history: History, asked: Adjustments, tokens: jax.Array) -> History:
-    """The history with the tokens int32 [B] that were chosen. In place, if donated."""
+    """Add the chosen tokens int32 [B] to the history; in place, if donated."""
     noted = (asked.row >= 0) & asked.is_next
     row = jnp.where(noted, asked.row, history.counts.shape[0])
     counts = history.counts.at[row, tokens].add(1, mode="drop")

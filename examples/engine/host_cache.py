@@ -1,22 +1,22 @@
 """Host memory as a second tier of the prefix cache.
 
-    device's pool    blocks without a holder that can be found; the longest free is evicted
-         |  the bytes of an evicted block, before the step that writes over them
+    device's pool    published blocks without a holder; the one free for longest is evicted
+         |  the bytes of an evicted block, before the step that overwrites them
          v
     host memory      bytes by group and hash; the least recently used are dropped
-         |  a prompt that begins like this: into a block of the device's pool
+         |  for a prompt with this prefix: into a block of the device's pool
          v
     device's pool    found as if it had never left
 
-A block is its keys and values in all layers of its group, words and scales, as they are; a kept
-recurrent state likewise. They move some at a time, in two small programs per group: one reads
-blocks, one writes blocks into donated caches, so nothing the size of a pool is copied. What is in
-host memory stays there when it goes back, so evicting it again costs nothing. On a mesh a block is
-what each device has of it.
+A block's bytes are its keys and values in all layers of its group, words and scales, unconverted;
+likewise a checkpointed recurrent state. A few blocks move at a time, in two small programs per
+group: one reads blocks, the other writes blocks into donated caches, so nothing the size of a pool
+is copied. A block that goes back also stays in host memory, so evicting it again costs nothing. On
+a mesh, a block consists of each device's part of it.
 
-Where several processes share the mesh, each keeps what its own devices had. The first one decides:
-before a step it says which blocks move and which were dropped (`Moves`), and all do the same. The
-others keep what it has dropped until then: up to what one step evicts.
+If several processes share the mesh, each keeps the blocks of its own devices. The first one
+decides: before a step it says which blocks move and which were dropped (`Moves`), and all do the
+same. Until then the others keep dropped blocks: up to as many as one step evicts.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from examples.engine.request import Sequence
 
 AT_A_TIME = 8  # blocks that one call moves
-IN_HOST_MEMORY = -1  # in place of the id of a block that has none on the device
+IN_HOST_MEMORY = -1  # instead of an id, for a block that is not on the device
 Key = tuple[str, bytes]  # group, hash
 Rows = list[np.ndarray]  # one block: its row of every array of the group
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What moves before a step."""
+    """The blocks to move before a step."""
 
-    leaving: dict[str, list[tuple[bytes, int]]]  # by group: hashes and ids of blocks to be read
-    coming: dict[str, dict[int, bytes]]  # by group and id: hashes of blocks to be written
+    leaving: dict[str, list[tuple[bytes, int]]]  # by group: hashes and ids of blocks to read
+    coming: dict[str, dict[int, bytes]]  # by group and id: hashes of blocks to write
     dropped: list[Key]  # since the last moves
 
 
@@ -61,31 +61,31 @@ class TieredPool(jb.BlockPool):
         self._host = host
 
     def find(self, group: str, digest: bytes) -> int | None:
-        """The block with a hash, `IN_HOST_MEMORY`, or None."""
+        """Return the block with a hash, `IN_HOST_MEMORY`, or None."""
         found = super().find(group, digest)
         return IN_HOST_MEMORY if found is None and (group, digest) in self._host else found
 
     def is_free(self, id: int) -> bool:
-        """Whether a block has no holder, or is yet to be given one."""
+        """Whether a block has no holder, or has yet to be allocated."""
         return id == IN_HOST_MEMORY or super().is_free(id)
 
     def unpublish(self, id: int) -> None:
-        """Called for every block that is handed out."""
+        """Evict a published block; called for every block that is allocated."""
         if key := self._key_of.get(id):
             self._host.evict(*key, id)
         super().unpublish(id)
 
 
 class HostCache:
-    """Blocks in host memory, and those that are on their way."""
+    """Blocks in host memory, and blocks in transit."""
 
     def __init__(self, caches: Caches, max_bytes: int, mesh: DeviceMesh | None = None):
-        """Compile what moves blocks.
+        """Compile the programs that move blocks.
 
         Args:
-          caches: of the engine, for their shapes.
-          max_bytes: of all blocks that are kept here.
-          mesh: the devices that have parts of the caches; None: one device has them.
+          caches: the engine's caches, for their shapes.
+          max_bytes: the most bytes of all blocks kept here.
+          mesh: the devices that share the caches; None: one device has them.
         """
         self.max_bytes, self.used_bytes = max_bytes, 0
         self.num_stored = self.num_returned = self.num_dropped = 0
@@ -93,7 +93,7 @@ class HostCache:
         self._leaving: dict[str, list[tuple[bytes, int]]] = {}
         self._coming: dict[str, dict[int, bytes]] = {}
         self._dropped: list[Key] = []
-        self._read: list[tuple[str, list[bytes], Any]] = []  # by the device, and not here yet
+        self._read: list[tuple[str, list[bytes], Any]] = []  # read by the device, not yet fetched
         self._programs = {group: _Programs.of(caches, group, mesh) for group in _groups(caches)}
         shared = mesh is not None and mesh.devices.is_multi_process
         self._decides = not shared or jax.process_index() == 0
@@ -105,25 +105,25 @@ class HostCache:
         return key in self._kept
 
     def pool(self, num_blocks: int, seed: int) -> TieredPool:
-        """A pool whose evicted blocks come here."""
+        """Make a pool whose evicted blocks come here."""
         return TieredPool(num_blocks, seed, self)
 
     def evict(self, group: str, digest: bytes, id: int) -> None:
-        """A block is about to be written over."""
-        self._coming.get(group, {}).pop(id, None)  # it had not even come
+        """Schedule a block to be saved, since it is about to be overwritten."""
+        self._coming.get(group, {}).pop(id, None)  # it may not even have arrived yet
         if (group, digest) in self._kept:
             self._kept.move_to_end((group, digest))
         else:
             self._leaving.setdefault(group, []).append((digest, id))
 
     def bring_back(self, sequence: Sequence, num_blocks: int, blocks: dict, states: dict) -> None:
-        """Give blocks to what a sequence is to begin with and is only here.
+        """Allocate device blocks for the part of a sequence's prefix that is only here.
 
         Args:
-          sequence: is being admitted: there are free blocks for all of its tokens.
-          num_blocks: its full blocks that are not computed again.
-          blocks, states: by group, their ids, those of the last ones: `IN_HOST_MEMORY` is replaced.
-            All of them can be found from now on, and must be shared before others are allocated.
+          sequence: a sequence being admitted, with free blocks for all its tokens.
+          num_blocks: how many of its full blocks are not computed again.
+          blocks, states: by group, the ids of the last of them; `IN_HOST_MEMORY` is replaced. All
+            can be found from now on, and must be shared before others are allocated.
         """
         tables = {name: (sequence.tables[name].pool, ids) for name, ids in blocks.items()}
         tables |= {name: (sequence.states[name].pool, [id]) for name, id in states.items()}
@@ -145,7 +145,7 @@ class HostCache:
         states.update({name: tables[name][1][0] for name in states})
 
     def moves(self) -> Moves | None:
-        """What is to move before the next step, or None. Asked for once."""
+        """Return, and clear, the moves before the next step; None if there are none."""
         if not (self._leaving or self._coming):
             return None
         moves = Moves(self._leaving, self._coming, self._dropped)
@@ -153,7 +153,7 @@ class HostCache:
         return moves
 
     def move(self, caches: Caches, moves: Moves) -> Caches:
-        """Read what leaves and write what comes. Donates the caches; in every process."""
+        """Read leaving blocks and write coming ones, in every process. Donates the caches."""
         for key in moves.dropped:
             self._drop(key)
         for group, blocks in moves.leaving.items():
@@ -170,9 +170,9 @@ class HostCache:
         return caches
 
     def fetch(self) -> None:
-        """Keep what was read, once the step that follows is running; drop what is too much.
+        """Fetch the blocks that were read, while the next step runs; drop the oldest if too many.
 
-        In every process; the first one drops, and tells the others with the next moves.
+        Runs in every process; the first one drops blocks, and tells the others with the next moves.
         """
         for group, digests, read in self._read:
             rows = self._programs[group].rows(read)
@@ -188,29 +188,29 @@ class HostCache:
         self._read = []
 
     def forget_moves(self) -> None:
-        """The step has failed: nothing is on its way any more."""
+        """Cancel all blocks in transit, since the step has failed."""
         self._leaving, self._coming, self._read, self._dropped = {}, {}, [], []
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self.forget_moves()
         self._kept.clear()
         self.used_bytes = self.num_stored = self.num_returned = self.num_dropped = 0
 
     def _promise(self, group: str, digest: bytes, id: int) -> None:
-        """A block that is here is to be in the device's pool before the next step."""
+        """Schedule a block to be in the device's pool before the next step."""
         self._kept.move_to_end((group, digest))
         self._coming.setdefault(group, {})[id] = digest
         self.num_returned += 1
 
     def _drop(self, key: Key) -> None:
-        if (rows := self._kept.pop(key, None)) is not None:  # the first process has dropped it
+        if (rows := self._kept.pop(key, None)) is not None:  # None: it was dropped already
             self.used_bytes -= _nbytes(rows)
             self.num_dropped += 1
 
 
 def make_host_cache(model: Model, caches: Caches, max_bytes: int) -> HostCache | None:
-    """A host cache for a model, or None for 0 bytes."""
+    """Make a host cache for a model, or None for 0 bytes."""
     return HostCache(caches, max_bytes, model.mesh) if max_bytes else None
 
 
@@ -252,16 +252,16 @@ class _Programs:
         return cls(taking, putting, jax.tree.structure(blocks), mesh)
 
     def rows(self, taken: Any) -> Rows:
-        """The result of `take`, on the host; the first axis counts blocks."""
+        """Fetch the result of `take` to the host; the first axis counts blocks."""
         leaves = jax.tree.leaves(taken)
         if self.mesh is None:
             return [np.asarray(leaf) for leaf in leaves]
         return [self.mesh.local_parts(leaf).swapaxes(0, 1) for leaf in leaves]
 
     def stacked(self, blocks: Row[Rows]) -> Any:
-        """Some blocks as `put` takes them."""
+        """Stack some blocks as `put` takes them."""
         filled: list[Any] = []
-        for rows in zip(*blocks, strict=True):  # one array's, of every block
+        for rows in zip(*blocks, strict=True):  # the rows of one array, for every block
             array = np.zeros((AT_A_TIME, *rows[0].shape), rows[0].dtype)
             array[: len(rows)] = rows
             filled.append(
@@ -275,7 +275,7 @@ def _groups(caches: Caches) -> Iterable[str]:
 
 
 def _arrays(pool: Any) -> Any:
-    """The arrays that have a row for each id."""
+    """Return the arrays that have a row for each id."""
     return pool.tensors if isinstance(pool, jb.StateSlots) else pool
 
 

@@ -1,20 +1,21 @@
-"""One engine over several processes, of which each has some of the mesh's devices.
+"""One engine over several processes, each of which has some of the mesh's devices.
 
     python -m examples.engine.serve --mesh tensor=4 --coordinator HOST:PORT --num-processes 2 \\
         --process-id 0                            # on the first host; 1 on the second, and so on
 
 JAX's distributed runtime joins the processes (`join`), so that `jax.devices()` has the devices of
-all of them and a step is one program that every process starts. Each reads its own devices' parts
-of the weights. The first has the scheduler and the HTTP server, and tells the others what it runs:
+all processes, and a step is one program that every process starts. Each process reads its own
+devices' parts of the weights. The first one has the scheduler and the HTTP server, and tells the
+others what it runs:
 
     leader      schedule -> pack -> tell ------------+     run(bucket, inputs) -> tokens
     followers                       hear  (some KiB) +---> run(bucket, inputs)
 
-What is told are functions of an engine (`on_all_hosts`), and it goes the way of the collectives
-(`broadcast_one_to_all`): there is no protocol of our own, and a process that has died ends the next
-collective of all others with an error. They exit with status 1, or JAX aborts them; a supervisor
-starts the group again. While there is no work the leader says so every few seconds, so that no
-process waits for one that has died.
+Messages name functions of an engine (`on_all_hosts`), and travel through collectives
+(`broadcast_one_to_all`), so there is no protocol of our own, and when a process has died, the next
+collective fails in all others. They exit with status 1, or JAX aborts them; a supervisor restarts
+the group. While idle, the leader sends a message every few seconds, so that no process waits for
+one that has died.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from examples.engine.mesh import DeviceMesh
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most steps fit
-OPTION_CHARS = 100  # of an option's value that are told; a digest stands for those that follow
-SIZE_BYTES = 4  # in front of it: how many bytes it has
-END = ""  # told last
+FIRST_BYTES = 8192  # of a message, which all processes expect; most steps fit
+OPTION_CHARS = 100  # of an option's value that are sent; a digest replaces the rest
+SIZE_BYTES = 4  # at the start of a message: how many bytes it has
+END = ""  # the last message
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
 HEARTBEAT_SECONDS = 30
 
@@ -52,15 +53,15 @@ def join(
     process_id: int | None,
     heartbeat: int = HEARTBEAT_SECONDS,
 ) -> None:
-    """Join the other processes of a group. Before anything asks for devices.
+    """Join the other processes of a group. Call this before anything asks for devices.
 
     Args:
       coordinator: HOST:PORT of the first process.
-      num_processes: in the group.
-      process_id: this one's, from 0. All None: what the cluster says (Slurm, Kubernetes, a TPU
-        pod), as `jax.distributed.initialize` finds it.
-      heartbeat: seconds without an answer from a host, after which JAX aborts the others. The same
-        in every process.
+      num_processes: processes in the group.
+      process_id: this one's index, from 0. If all three are None, `jax.distributed.initialize`
+        finds them from the cluster (Slurm, Kubernetes, a TPU pod).
+      heartbeat: seconds of silence from a host after which JAX aborts the others. The same in every
+        process.
 
     Raises:
       RuntimeError: the others cannot be reached.
@@ -71,13 +72,13 @@ def join(
 
 
 def check_alike(options: Mapping[str, Any]) -> None:
-    """Compare what every process was told at its start; all of them call this after `join`.
+    """Compare the options of all processes; each of them calls this after `join`.
 
     Args:
-      options: of the command, by name, that must be the same everywhere.
+      options: options by name that must be the same everywhere.
 
     Raises:
-      ValueError: in every process: options that differ, with the value that each process has.
+      ValueError: in every process, if options differ; it lists each process's values.
     """
     texts = {name: _short(str(value)) for name, value in options.items()}
     data = json.dumps(texts).encode()
@@ -95,7 +96,7 @@ def check_alike(options: Mapping[str, Any]) -> None:
 
 
 def _short(text: str) -> str:
-    """A text that others are told, of at most `OPTION_CHARS`; different ones stay different."""
+    """Shorten a text to at most `OPTION_CHARS` to send it; different texts stay different."""
     if len(text) <= OPTION_CHARS:
         return text
     digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
@@ -103,26 +104,26 @@ def _short(text: str) -> str:
 
 
 def followers_of(mesh: DeviceMesh | None) -> Followers | None:
-    """The other processes of a mesh, for the first one; None if there are none."""
+    """Return a mesh's other processes for the first one; None if there are none."""
     if mesh is None or not mesh.devices.is_multi_process or jax.process_index():
         return None
     return Followers()
 
 
 class Followers:
-    """The other processes, as the first one sees them."""
+    """The other processes, from the first one's point of view."""
 
     def __init__(self) -> None:
         self.num_told = 0  # messages
-        self.num_bytes = 0  # of them all
-        self.most_bytes = 0  # of the longest
+        self.num_bytes = 0  # of all messages
+        self.most_bytes = 0  # of the longest message
 
     def tell(self, function: Callable | str, *arguments: Any) -> None:
-        """Have every other process do with its engine what this one is about to do.
+        """Make every other process do with its engine what this one is about to do.
 
         Args:
-          function: of an engine and the arguments, by the name it has in a module; or `END`.
-          arguments: which can be pickled.
+          function: a module's function of an engine and the arguments, or `END`.
+          arguments: they must be picklable.
         """
         data = encode(function, *arguments)
         self.num_told += 1
@@ -134,13 +135,13 @@ class Followers:
 
 
 def encode(function: Callable | str, *arguments: Any) -> bytes:
-    """Encode a message, compressed, after its size."""
+    """Encode a message: its size, then its compressed bytes."""
     told = zlib.compress(pickle.dumps((function, arguments)), 1)
     return len(told).to_bytes(SIZE_BYTES, "little") + told
 
 
 def hear() -> tuple[Any, tuple]:
-    """Receive what the first process tells: the other end of `Followers.tell`."""
+    """Receive a message from the first process: the counterpart of `Followers.tell`."""
     data = broadcast(b"", FIRST_BYTES)
     size = int.from_bytes(data[:SIZE_BYTES], "little") + SIZE_BYTES
     if size > FIRST_BYTES:
@@ -149,14 +150,14 @@ def hear() -> tuple[Any, tuple]:
 
 
 def follow(engine: Engine) -> None:
-    """Do what the first process tells, until it says that it ends."""
+    """Do what the first process says, until it says that it ends."""
     while (told := hear())[0] != END:
         function, arguments = told
         jax.block_until_ready(function(engine, *arguments))
 
 
 def on_all_hosts(function: Callable) -> Callable:
-    """A function of an engine that the first process calls, and all others with it."""
+    """Wrap a function of an engine so that all processes call it when the first one does."""
 
     @functools.wraps(function)
     def tell_and_do(engine: Engine, *arguments: Any) -> Any:
@@ -168,31 +169,31 @@ def on_all_hosts(function: Callable) -> Callable:
 
 
 def leave(engine: Engine) -> None:
-    """End this process's part of a group after `END`, together with all others."""
+    """Leave the group after `END`, together with all other processes."""
     engine.close()
     jax.distributed.shutdown()
 
 
 def exit_with(error: BaseException) -> None:
-    """End this process because another one did, or because of an error of its own."""
+    """End this process because another one ended, or because of its own error."""
     process = f"process {jax.process_index()} of {jax.process_count()}"
     print(f"{process}: the group has failed: {error}", file=sys.stderr, flush=True)
     os._exit(1)  # JAX would wait for the others
 
 
 def gathered(array: jax.Array) -> np.ndarray:
-    """All of an array. Of what other processes have parts of, all of them must ask for it."""
+    """Return a whole array. If other processes have parts of it, all processes must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def broadcast(data: bytes, size: int) -> bytes:
-    """The first process's `data`, padded to `size`, on every process; those of others are lost."""
+    """Return the first process's `data`, padded to `size`; other processes' data is ignored."""
     padded = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
 
 
 def _padded(size: int) -> int:
-    """A power of two: few programs for all sizes."""
+    """Round up to a power of two, so that few programs serve all sizes."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens, in the model's own distribution.
+"""Log-probabilities of tokens in the model's own distribution.
 
-`log softmax(logits)`, before temperature, bias, penalties and filters: what the model thinks, not
-what was drawn from.
+These are `log softmax(logits)` before temperature, bias, penalties and filters, so not the
+distribution that tokens are sampled from.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ MOST_ALTERNATIVES = 20
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """One token's log-probability, and the likeliest tokens in its place."""
+    """One token's log-probability, and the likeliest tokens at its position."""
 
     token: int
     logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()  # tokens and theirs, the likeliest first
+    alternatives: tuple[tuple[int, float], ...] = ()  # with log-probabilities, likeliest first
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Likelihoods:
-    """Those of some tokens on the device; zeros where no request asks for them."""
+    """Log-probabilities of some tokens, on the device; zeros if no request asks for them."""
 
     logprobs: jax.Array  # float32 [B]
-    top_tokens: jax.Array  # int32 [B, MOST_ALTERNATIVES], or all there are
+    top_tokens: jax.Array  # int32 [B, MOST_ALTERNATIVES], or the whole vocabulary if smaller
     top_logprobs: jax.Array  # float32, likewise
 
     def of(self, index: int, token: int, count: int) -> Likelihood:
-        """One token's, with `count` alternatives."""
+        """Return one token's log-probability, with `count` alternatives."""
         top = zip(self.top_tokens[index, :count], self.top_logprobs[index, :count], strict=True)
         alternatives = tuple((int(other), float(logprob)) for other, logprob in top)
         return Likelihood(token, float(self.logprobs[index]), alternatives)
 
     def fetched(self) -> Likelihoods:
-        """The same on the host."""
+        """Copy them to the host."""
         return jax.tree.map(np.asarray, self)
 
 
 def likelihoods(logits: jax.Array, tokens: jax.Array, wanted: jax.Array) -> Likelihoods:
-    """The log-probabilities of tokens.
+    """Compute the log-probabilities of tokens.
 
     Args:
       logits: float32 [B, vocabulary].
       tokens: int32 [B], the tokens that follow.
-      wanted: bool [], whether any request asks; a branch taken on the device.
+      wanted: bool [], whether any request asks for them; selects a branch on the device.
     """
     most = min(MOST_ALTERNATIVES, logits.shape[1])
-    columns = logits.T  # which XLA passes to a branch without a copy: `step.py`
+    columns = logits.T  # XLA passes these to a branch without a copy: `step.py`
 
     def found() -> Likelihoods:
         all = jax.nn.log_softmax(columns.T, axis=-1)

@@ -1,27 +1,26 @@
-"""A model over several devices: which holds what part of it, and a step that runs on all of them.
+"""A model over several devices: the part that each holds, and a step that runs on all of them.
 
-    mesh = make_mesh("tensor=2")                    # named axes, over the first devices there are
-    model = load_model(directory, mesh=mesh)        # every device is given its part of the weights
+    mesh = make_mesh("tensor=2")                    # named axes, over the first devices
+    model = load_model(directory, mesh=mesh)        # every device gets its part of the weights
     engine = Engine(model, limits)                  # as on one device
 
 A step is one program that every device runs on its own part (`jax.shard_map`): weights, pools of
-keys and values, recurrent states. The host sends the same integers to all of them, and each of them
-chooses the same tokens. Devices along `tensor` hold (t of them)
+keys and values, recurrent states. The host sends the same integers to all devices, and they all
+choose the same tokens. Each of t devices along `tensor` holds
 
     q, k, v, gate, up, in_proj    1/t of the outputs: by head, by KV head, by channel
-    o, down, out_proj             1/t of the inputs; parts of sums are added up: one all-reduce
-    embedding, head               1/t of the vocabulary, or all of it where it does not divide
+    o, down, out_proj             1/t of the inputs; one all-reduce adds up the partial sums
+    embedding, head               1/t of the vocabulary, or all of it if t does not divide it
     experts                       1/t of the experts, whole; one all-reduce with the shared expert
     norms, routers                all
-    keys and values               of its own KV heads; each of K < t heads lies on t / K devices
+    keys and values               of its own KV heads; with K < t heads, each is on t / K devices
     recurrent states              of its own heads and channels
 
-Devices along `context` (c of them) share the weights too, 1 / (t c) each, but the KV heads of 1 / t
-are on all of them and the tokens of a sequence are dealt out (`context.py`).
+Devices along `context` (c of them) also split the weights, 1 / (t c) each. They all have the same
+1 / t of the KV heads, and the tokens of a sequence are distributed over them (`context.py`).
 
-A device's model is the same module as the whole one, made of a config in which there is less of
-everything: `local_part` says of what. The shapes of the two differ in one axis of a parameter at
-most, and that axis is the one that is split.
+A device's model is the same module as the whole one, built from a config with smaller counts:
+`local_part` says which. The two shapes of a parameter differ in at most one axis, the split one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 from examples.models.parallel import AXES, CONTEXT, DATA, MODEL, TENSOR
 
 SUPPORTED = (TENSOR, CONTEXT)  # axes of one model; DATA counts models (`groups.py`)
-# What a device has less of, by "class.field" of a config.
+# Counts that are smaller on a device, by "class.field" of a config.
 EVENLY = {
     "Heads.num_heads": "query heads",
     "Layer.intermediate_size": "columns of gate and up",
@@ -55,9 +54,9 @@ EVENLY = {
     "LatentHeads.num_heads": "query heads",
     "DeepseekConfig.intermediate_size": "columns of gate and up",
 }
-# The same, but where there are fewer than devices, several hold the same one.
+# Likewise, but if there are fewer than devices, several devices hold the same one.
 AT_LEAST_ONE = {"Heads.num_kv_heads": "KV heads"}
-# What the config goes on to say of all devices, and a module divides: it must divide evenly.
+# Counts that the config keeps whole and a module divides: they must divide evenly.
 COUNTED = {
     "GptOssConfig.num_experts": "experts",
     "Qwen3NextConfig.num_experts": "experts",
@@ -82,49 +81,51 @@ class DeviceMesh:
         return math.prod(self.sizes[axis] for axis in MODEL)
 
     def on_all(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`f` on every device, with the parts of its arguments that are there."""
+        """Run `f` on every device, with that device's parts of the arguments."""
         return jax.shard_map(
             f, mesh=self.devices, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def init(self, make: Callable[[], tuple]) -> Callable[[], tuple]:
-        """`make() -> (caches, *others)` on every device: caches of its own, and others alike."""
+        """Run `make() -> (caches, *others)` on every device: its own caches, and equal others."""
         caches, *others = jax.eval_shape(make)
         return self.on_all(make, (), (self.cache_specs(caches), *(P() for _ in others)))
 
     def cache_specs(self, caches: Any) -> Any:
-        """Every device has pools of its own: the first axis counts them one after another."""
+        """Return specs of pools: each device has its own, concatenated along the first axis."""
         return jax.tree.map(lambda x: P(AXES) if len(x.shape) else P(), caches)
 
     def step(self, f: Callable, params: Any, caches: Any) -> Callable:
-        """`f(params, caches, tables, history, inputs) -> (caches, *results)` on every device.
+        """Run `f(params, caches, tables, history, inputs) -> (caches, *results)` on every device.
 
-        All but parameters and caches are the same on all of them, `f`'s seven results too.
+        Except for parameters and caches, all arrays are the same on every device, including the
+        seven results.
         """
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         pools = self.cache_specs(caches)
         return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 7))
 
     def guess(self, f: Callable, params: Any, caches: Any) -> Callable:
-        """`f(params, caches, tables, hidden, feed) -> drafts` on every device.
+        """Run `f(params, caches, tables, hidden, feed) -> drafts` on every device.
 
-        All but parameters and caches are the same on all of them, and so are the drafts.
+        Except for parameters and caches, all arrays are the same on every device, including the
+        drafts.
         """
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         return self.on_all(f, (weights, self.cache_specs(caches), P(), P(), P()), P())
 
     def feed(self, f: Callable, params: Any, caches: Any) -> Callable:
-        """`f(params, caches, feed) -> (caches, drafts)` on every device, as `guess`."""
+        """Run `f(params, caches, feed) -> (caches, drafts)` on every device, as `guess` does."""
         weights, pools = jax.tree.map(lambda x: x.sharding.spec, params), self.cache_specs(caches)
         return self.on_all(f, (weights, pools, P()), (pools, P()))
 
     def update(self, f: Callable, caches: Any) -> Callable:
-        """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""
+        """Run `f(caches, inputs) -> caches` on every device, with the same inputs."""
         pools = self.cache_specs(caches)
         return self.on_all(f, (pools, P()), pools)
 
     def take(self, f: Callable, caches: Any) -> Callable:
-        """`f(caches, inputs) -> arrays`: those of every device, along a new first axis."""
+        """Run `f(caches, inputs) -> arrays`, and stack every device's along a new first axis."""
 
         def take(caches: Any, inputs: Any) -> Any:
             return jax.tree.map(lambda x: x[None], f(caches, inputs))
@@ -132,7 +133,7 @@ class DeviceMesh:
         return self.on_all(take, (self.cache_specs(caches), P()), P(AXES))
 
     def put(self, f: Callable, caches: Any) -> Callable:
-        """`f(caches, inputs, arrays) -> caches`, with arrays as `take` returns them."""
+        """Run `f(caches, inputs, arrays) -> caches`, with arrays as `take` returns them."""
 
         def put(caches: Any, inputs: Any, arrays: Any) -> Any:
             return f(caches, inputs, jax.tree.map(lambda x: x[0], arrays))
@@ -146,12 +147,12 @@ class DeviceMesh:
         return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
 
     def local_parts(self, array: jax.Array) -> np.ndarray:
-        """The parts of this process's devices of what `take` returns, in the order of devices."""
+        """Return this process's parts of a result of `take`, in the order of devices."""
         shards = sorted(array.addressable_shards, key=lambda shard: _place(shard.index))
         return np.concatenate([np.asarray(shard.data) for shard in shards])
 
     def spread_local(self, parts: np.ndarray) -> jax.Array:
-        """Spread what `local_parts` returns; every process has the parts of its own devices."""
+        """Spread a result of `local_parts`; every process has the parts of its own devices."""
         sharding, shape = (
             NamedSharding(self.devices, P(AXES)),
             (self.devices.size, *parts.shape[1:]),
@@ -163,10 +164,10 @@ class DeviceMesh:
         )
 
     def array(self, whole: Parameter, local: Parameter, read: Read) -> jax.Array:
-        """A parameter on the devices, of which only the parts that this process holds are read.
+        """Put a parameter on the devices, reading only the parts that this process holds.
 
         Args:
-          whole, local: the parameter of the whole model, and of a device's.
+          whole, local: the parameter in the whole model, and on one device.
           read: reads a part of the whole one, given a slice per axis.
         """
         axis = split_axis(whole, local)
@@ -181,7 +182,7 @@ class DeviceMesh:
             )
         sharding = NamedSharding(self.devices, spec)
 
-        parts, known = [], {}  # by where it lies: several devices may have the same part
+        parts, known = [], {}  # by place, since several devices may have the same part
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             rank = 0 if axis is None else (index[axis].start or 0) // local.shape[axis]
             where = part_slices(whole, local, rank, self.num_parts)
@@ -193,7 +194,7 @@ class DeviceMesh:
 
 
 def _place(index: tuple[slice, ...]) -> int:
-    """Which device has a part of an array [devices, ...]."""
+    """Return which device has a part of an array [devices, ...]."""
     return index[0].start or 0
 
 
@@ -205,34 +206,34 @@ class Parameter:
     """The shape of a parameter."""
 
     shape: tuple[int, ...]
-    # Sizes of what lies one after another along the axis that is split, if it is several things.
+    # Sizes of the parts joined along the axis that is split, if there are several.
     sections: tuple[int, ...] = ()
 
 
 def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceMesh:
-    """The mesh that a text such as "tensor=2" describes; axes it does not name have size 1.
+    """Make the mesh that a text such as "tensor=2" describes; axes it does not name have size 1.
 
     Args:
-      text: sizes of axes by name, with commas between.
-      devices: what to make it of; None: the first of `jax.devices()`.
+      text: sizes of axes by name, separated by commas.
+      devices: its devices; None: the first of `jax.devices()`.
 
     Raises:
-      ValueError: an axis that there is not, or twice, a size that is none, or too few devices.
+      ValueError: an axis is unknown or repeated, a size is invalid, or there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     return _mesh(_read_sizes(text, SUPPORTED, devices), devices)
 
 
 def make_meshes(text: str, devices: Sequence[jax.Device] | None = None) -> list[DeviceMesh]:
-    """The meshes of a text such as "data=2,tensor=2": as many as `data`, of the other sizes each.
+    """Make the meshes of a text such as "data=2,tensor=2": `data` of them, of the other sizes.
 
     Args:
-      text: sizes of axes by name, with commas between.
-      devices: what to make them of, one after another; None: the first of `jax.devices()`.
+      text: sizes of axes by name, separated by commas.
+      devices: their devices, one mesh after another; None: the first of `jax.devices()`.
 
     Raises:
-      ValueError: an axis that there is not, or twice, a size that is none, too few devices, or
-        several meshes where other processes have some of the devices.
+      ValueError: an axis is unknown or repeated, a size is invalid, there are too few devices, or
+        several meshes are wanted but other processes have some of the devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _read_sizes(text, (DATA, *SUPPORTED), devices)
@@ -246,7 +247,7 @@ def make_meshes(text: str, devices: Sequence[jax.Device] | None = None) -> list[
 def _read_sizes(
     text: str, supported: Sequence[str], devices: Sequence[jax.Device]
 ) -> dict[str, int]:
-    """Devices along each axis."""
+    """Read how many devices there are along each axis."""
     given: dict[str, int] = {}
     problems = []
     for item in text.split(","):
@@ -262,7 +263,7 @@ def _read_sizes(
     if count > len(devices):
         there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"
         hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU" * (devices[0].platform == "cpu")
-        problems.append(f"it takes {count} devices, but there are {there}{hint}")
+        problems.append(f"it needs {count} devices, but there are {there}{hint}")
     if problems:
         raise ValueError(f"mesh {text!r}: {'; '.join(problems)}")
     return sizes
@@ -280,12 +281,12 @@ def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> DeviceMesh
 
 
 def local_part(config: Any, num_parts: int, context: int = 1, name: str = "this model") -> Any:
-    """The config of what one of `num_parts` devices holds and computes.
+    """Return the config of the part that one of `num_parts` devices holds and computes.
 
-    Each `context` of them have the same KV heads. `name` is what errors call the model.
+    Every `context` devices have the same KV heads. Errors call the model `name`.
 
     Raises:
-      ValueError: what cannot be divided among so many, all of it.
+      ValueError: some counts cannot be divided among so many devices; it lists them all.
     """
     problems: dict[str, None] = {}
 
@@ -325,7 +326,7 @@ def local_part(config: Any, num_parts: int, context: int = 1, name: str = "this 
 
 
 def split_axis(whole: Parameter, local: Parameter) -> int | None:
-    """The axis along which a device has a part of a parameter, or None."""
+    """Return the axis along which a parameter is split among devices, or None."""
     sizes = enumerate(zip(whole.shape, local.shape, strict=True))
     axes = [axis for axis, (all_of_it, part) in sizes if all_of_it != part]
     assert len(axes) <= 1, f"{whole} is split along several axes"
@@ -333,10 +334,10 @@ def split_axis(whole: Parameter, local: Parameter) -> int | None:
 
 
 def part_slices(whole: Parameter, local: Parameter, rank: int, num_parts: int) -> list[tuple]:
-    """Where a device's part of a parameter lies in it: slices of one or more runs.
+    """Return where a device's part of a parameter is: slices of one or more runs.
 
-    A section of which there are `units` parts gives rank r the part r * units // num_parts: one to
-    each device, or, of fewer parts than devices (KV heads), one to several.
+    Of a section with `units` parts, rank r has part r * units // num_parts: each device has its
+    own, or, with fewer parts than devices (KV heads), several devices share one.
     """
     axis = split_axis(whole, local)
     if axis is None:

@@ -1,9 +1,9 @@
-"""The compiled programs of an engine's steps: some before it starts, the others behind.
+"""The compiled programs of an engine's steps: a few before it starts, the others in the background.
 
-Compiling takes a server most of its start. Two shapes of steps hold whatever is planned, but for
-prompts that are scored, so it can begin with those (`first_buckets`); a step runs in the smallest
-shape that is there by then. Of several processes the first one chooses, and another that has no
-such program yet compiles it then.
+Compiling takes most of a server's start. Two step shapes hold any plan, except for prompts that are
+scored, so a server can start with these (`first_buckets`). Each step runs in the smallest shape
+compiled so far. With several processes the first one chooses, and a process that does not have that
+program yet compiles it then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 
 class Shape(Protocol):
-    """The part of a bucket that is read here."""
+    """The part of a bucket that this module reads."""
 
     num_tokens: int
     num_seqs: int
@@ -32,7 +32,7 @@ Bucket = TypeVar("Bucket", bound=Shape)
 
 
 def first_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """The fewest buckets to begin with: the largest that decodes, and the largest of all."""
+    """Return the buckets to start with: the largest decode bucket, and the largest of all."""
     plain = [b for b in buckets if not b.num_drafts and not b.scores]
     decode = [b for b in plain if b.max_query_len == 1]
     return tuple({max(b, key=lambda one: one.num_tokens) for b in (decode, plain) if b})
@@ -42,11 +42,11 @@ class Programs(Generic[Bucket]):
     """Programs by bucket."""
 
     def __init__(self, lower: Callable[[Bucket], jax.stages.Lowered], *, quiet: bool = True):
-        """Begin with none.
+        """Begin without programs.
 
         Args:
           lower: traces a bucket's step, to be compiled.
-          quiet: say nothing of the progress.
+          quiet: report no progress.
         """
         self._lower, self._quiet = lower, quiet
         self.ready: dict[Bucket, jax.stages.Compiled] = {}
@@ -69,15 +69,15 @@ class Programs(Generic[Bucket]):
         count, start = len(buckets), time.perf_counter()
         for number, bucket in enumerate(buckets, 1):
             self._coming[bucket] = self._thread.submit(self._one, bucket, number, count, start)
-        self._thread.shutdown(wait=False)  # when it has done them all
+        self._thread.shutdown(wait=False)  # takes effect when all are done
 
     @property
     def num_coming(self) -> int:
-        """How many are being compiled or waiting for it."""
+        """How many programs are being compiled, or waiting for it."""
         return sum(not future.done() for future in self._coming.values())
 
     def __getitem__(self, bucket: Bucket) -> jax.stages.Compiled:
-        """A bucket's program, which is compiled now if it is neither there nor being compiled."""
+        """Return a bucket's program; compile it now unless it is compiled or being compiled."""
         if bucket not in self.ready:
             future = self._coming.pop(bucket, None)
             if future is None or future.cancel():
@@ -87,7 +87,7 @@ class Programs(Generic[Bucket]):
         return self.ready[bucket]
 
     def close(self) -> None:
-        """Compile nothing more, after what is being compiled."""
+        """Compile nothing more after the current program."""
         for future in self._coming.values():
             future.cancel()
 

@@ -1,11 +1,11 @@
-"""How far a step is, and whose fault it is if it raises.
+"""How far a step got, and which sequences fail if it raises.
 
 inputs cannot be laid out, a grammar fails     those sequences; nothing has run
 devices begin
   a device fails                               all sequences of the step
-tokens of each sequence become text
-  one cannot                                   that sequence; the others take theirs
-  a prompt cannot be handed over               that sequence; others may lack their tokens
+each sequence's tokens become text
+  one sequence's cannot                        that sequence; the others get their tokens
+  a prompt cannot be transferred               that sequence; others may lack their tokens
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Progress:
-    """How far a step is, for `Engine.recover`."""
+    """How far a step got, for `Engine.recover`."""
 
     plan: list[Chunk]
     launched: bool = False  # devices, and other processes, have begun
-    done: bool = False  # every sequence has its tokens, but for those that failed
-    finishing: Sequence | None = None  # whose prompt is perhaps being handed over
+    done: bool = False  # every sequence has its tokens, except those that failed
+    finishing: Sequence | None = None  # a sequence whose prompt may be in transfer
     failed: dict[Sequence, Exception] = dataclasses.field(default_factory=dict)
     outputs: list[Output] = dataclasses.field(default_factory=list)
 
     @property
     def on_devices(self) -> bool:
-        """Whether what failed concerns devices: what they hold is not known."""
+        """Whether devices failed, in which case their contents are unknown."""
         return self.launched and not self.done
 
 
 def at_fault(
     progress: Progress, error: Exception, can_pack: Callable[[Chunk], bool]
 ) -> dict[Sequence, Exception]:
-    """The sequences that made a step raise, each with its error.
+    """Return the sequences that made a step raise, each with its error.
 
-    Takes the last tokens of those back that were to finish.
+    Also removes the last output of a failed sequence that was about to finish.
 
     Args:
-      progress: of the step.
+      progress: how far the step got.
       error: what it raised.
-      can_pack: whether inputs can be laid out for a chunk alone.
+      can_pack: whether inputs can be laid out for a single chunk.
     """
     failed = dict(progress.failed)
     if progress.done:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from reprlib import repr as cut  # of a value in an error message, however long it is
+from reprlib import repr as cut  # shortens long values in error messages
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,26 +20,26 @@ from examples.text import TextStream
 if TYPE_CHECKING:
     from examples.engine.transfer.contents import Contents, Taken
 
-MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
+MAX_TEMPERATURE = 1e4  # above it all tokens are equally likely
 LEAST_TEMPERATURE = 1e-5  # below it logits / temperature may overflow
 MAX_REPETITION = 100.0
-MAX_BIAS = 100.0  # such a token is chosen, or never
+MAX_BIAS = 100.0  # such a token is always or never chosen
 MOST_BIASES = 512  # tokens whose logits a request may change
 _ids = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily, or drawn from softmax(logits / temperature).
+    """How the next token is chosen: greedily, or sampled from softmax(logits / temperature).
 
-    Before that, `logit_bias` is added to the logits, a token that the sequence has is divided by
-    `repetition_penalty` (multiplied if negative), and one that it has generated n times loses
-    `presence_penalty + n * frequency_penalty`.
+    Before that, `logit_bias` is added to the logits. The logit of a token that the sequence has is
+    divided by `repetition_penalty` (multiplied if negative), and that of a token generated n times
+    is reduced by `presence_penalty + n * frequency_penalty`.
 
-    Of the distribution only tokens at least `min_p` times as likely as the likeliest stay, of those
-    the `top_k` likeliest, and of those the fewest that hold `top_p` of the probability. A draw
-    depends on the seed and on how many tokens the sequence has, not on the rest of the batch: a
-    preempted or repeated request gets the same tokens.
+    Sampling keeps the tokens at least `min_p` times as likely as the likeliest, of these the
+    `top_k` likeliest, and of these the fewest whose total probability reaches `top_p`. A sample
+    depends on the seed and on the sequence's length, not on the rest of the batch: a preempted or
+    repeated request gets the same tokens.
     """
 
     temperature: float = 0.0  # 0, or below `LEAST_TEMPERATURE`: greedy
@@ -50,7 +50,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and the numbers added to their logits
 
     def __post_init__(self) -> None:
         problems = []
@@ -92,12 +92,12 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, not the likeliest chosen."""
+        """Whether tokens are sampled rather than chosen greedily."""
         return self.temperature >= LEAST_TEMPERATURE
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before a token is chosen: the device needs a history."""
+        """Whether logits are changed before a token is chosen; then the device needs a history."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return penalties != (0, 0, 1) or bool(self.logit_bias)
 
@@ -107,10 +107,10 @@ class Request:
     """A prompt to continue.
 
     With `logprobs` the sequence keeps the log-probability of each token it generates, and of that
-    many alternatives; with `prompt_logprobs` of the prompt's tokens, too.
+    many alternatives; `prompt_logprobs` adds those of the prompt's tokens.
 
-    `follow` replaces the tokens the model is fed next by given ones (its own choices are still
-    reported): that is how logits of two runs are compared once rounding makes them differ.
+    With `follow` the model is fed the given tokens instead of those it chooses, which are still
+    reported. This makes the logits of two runs comparable when rounding makes their choices differ.
     """
 
     prompt: tuple[int, ...]
@@ -119,12 +119,12 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     follow: tuple[int, ...] | None = None
-    special_tokens: bool = False  # their names are a part of the text
-    logprobs: int | None = None  # alternatives; 0: only its own; None: nothing is kept
+    special_tokens: bool = False  # whether the text has their names
+    logprobs: int | None = None  # alternatives; 0: only the token's own; None: none are kept
     prompt_logprobs: bool = False
-    grammar: Grammar | None = None  # that the text follows
-    adapter: Adapter | None = None  # that the model is changed by
-    # What the caches hold of the prompt is taken out when it is read, for another engine.
+    grammar: Grammar | None = None  # the text follows it
+    adapter: Adapter | None = None  # it changes the model
+    # Once the prompt is read, its cache contents are taken for another engine.
     hands_over: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Request:
         if self.follow is not None and len(self.follow) < self.max_new_tokens:
             problems.append(f"follow has {len(self.follow)} tokens, fewer than max_new_tokens")
         if self.follow is not None and self.adjusts:
-            problems.append("follow is given, but penalties and grammars go by chosen tokens")
+            problems.append("follow is given, but penalties and grammars need the chosen tokens")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             problems.append(
                 f"logprobs is {cut(self.logprobs)}, but must be in 0..{MOST_ALTERNATIVES}"
@@ -155,35 +155,35 @@ class Request:
 
     @property
     def salt(self) -> bytes:
-        """The beginning of its prefixes' hashes: what they depend on in addition to tokens."""
+        """What its prefixes' hashes begin with: all that its keys depend on other than tokens."""
         return b"" if self.adapter is None else self.adapter.salt
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence this can become."""
+        """The length of the longest sequence this can become."""
         return len(self.prompt) + self.max_new_tokens
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A request being served: its tokens so far and how many of them the caches hold."""
+    """A request being served: its tokens so far, and how many of them the caches hold."""
 
     request: Request
     stream: TextStream | None = None  # turns tokens into text as they come
     id: int = dataclasses.field(default_factory=lambda: next(_ids))
     tokens: list[int] = dataclasses.field(default_factory=list)
     chosen: list[int] = dataclasses.field(default_factory=list)  # the model's own next tokens
-    num_given: int = 0  # of them, which another engine chose
+    num_given: int = 0  # how many of `chosen` another engine chose
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # if they are kept
     likelihoods: list[Likelihood] = dataclasses.field(default_factory=list)  # of `chosen`
-    # Of the prompt's tokens, as far as they are known; of the first there is none.
+    # Of the prompt's tokens, as far as they are known; the first has none.
     prompt_likelihoods: list[Likelihood] = dataclasses.field(default_factory=list)
-    text: str = ""  # what `stream` has given out
+    text: str = ""  # what `stream` has returned
     num_computed: int = 0
     num_preemptions: int = 0
     num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    # Of its prompt: what another engine's caches hold, to be put into these, or what was taken out
-    # of these for another engine.
+    # The prompt's cache contents: from another engine for these caches, or from these caches for
+    # another engine.
     contents: Contents | None = None
     taken: Taken | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -192,8 +192,8 @@ class Sequence:
     tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
     states: dict[str, StateTable] = dataclasses.field(default_factory=dict)
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its full blocks
-    matcher: Matcher | None = None  # how far its text follows the request's grammar
-    has_history: bool = False  # its row of the device's history is filled in
+    matcher: Matcher | None = None  # its text's place in the request's grammar
+    has_history: bool = False  # whether its row of the device's history is filled in
     # When things happened, in seconds of time.perf_counter().
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None  # its first step
@@ -206,17 +206,17 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens not computed yet: 1 while generating, the rest of the prompt before."""
+        """Tokens not computed yet: the rest of the prompt, or 1 while generating."""
         return len(self.tokens) - self.num_computed
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are still to be found."""
+        """Whether prompt log-probabilities are still to be computed."""
         known = len(self.prompt_likelihoods)
         return self.request.prompt_logprobs and known < len(self.request.prompt) - 1
 
     def following(self, start: int, stop: int) -> list[int]:
-        """The token after each of some: one more than there are, if the request says what it is."""
+        """Return the token after each of some, as far as the sequence or `follow` has it."""
         tokens, follow = self.tokens[start + 1 : stop + 1], self.request.follow
         if follow is not None and stop == len(self.tokens):
             tokens += follow[len(self.chosen) : len(self.chosen) + 1]
@@ -229,11 +229,11 @@ class Sequence:
         self.hashes += jb.hash_blocks(new, block_size, parent=parent)
 
     def begin_at(self, num_tokens: int) -> None:
-        """Take blocks and states for the first tokens, whose contents are about to be put there."""
+        """Allocate blocks and states for the first tokens, whose contents are about to arrive."""
         for table in self.tables.values():
             table.adopt([], table.first_seen(num_tokens))
             table.grow(num_tokens)
-            if table.window is not None:  # of a block that it sees in part, only that part comes
+            if table.window is not None:  # of a block seen only in part, only that part arrives
                 first = max(0, num_tokens - table.window + 1)
                 table.num_published = -(-first // table.block_size)
         for state in self.states.values():
@@ -242,7 +242,7 @@ class Sequence:
         self.num_computed = num_tokens
 
     def append(self, token: int) -> str:
-        """Take the token the model chose after the last one; the text that is now certain."""
+        """Append the token that the model chose; return the text that is now certain."""
         request = self.request
         self.tokens.append(token if request.follow is None else request.follow[len(self.chosen)])
         self.chosen.append(token)
@@ -265,22 +265,22 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The next pending tokens of a sequence, and guesses at what follows: one row of a step."""
+    """One row of a step: a sequence's next pending tokens, and draft tokens that may follow."""
 
     sequence: Sequence
     start: int  # position of the first
     stop: int  # after the last pending one
-    drafts: tuple[int, ...] = ()  # tokens that may follow all that the sequence has
-    parents: tuple[int, ...] | None = None  # of each draft the one before it; None: a chain
+    drafts: tuple[int, ...] = ()  # tokens that may follow all of the sequence's
+    parents: tuple[int, ...] | None = None  # the draft before each draft; None: a chain
 
     @property
     def end(self) -> int:
-        """The sequence's length in this step, drafts included."""
+        """The sequence's length in this step, including draft tokens."""
         return self.stop + len(self.drafts)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the step computes of the sequence."""
+        """How many of the sequence's tokens the step computes."""
         return self.end - self.start
 
     @property
@@ -289,7 +289,7 @@ class Chunk:
         return self.stop == len(self.sequence.tokens)
 
     def next_draft(self, draft: int, token: int) -> int | None:
-        """Which draft after another one, or after no draft (-1), is a token, if any is."""
+        """Return the draft that follows another one, or none (-1), and equals a token, if any."""
         if self.parents is None:
             following = range(draft + 1, min(draft + 2, len(self.drafts)))
             return next((i for i in following if self.drafts[i] == token), None)

@@ -1,13 +1,14 @@
-"""Requests run by engines elsewhere, any of which may die: another one goes on.
+"""Run requests on engines elsewhere; if one dies, another engine continues.
 
     send(request, ())  ->  token, token, token, EngineLostError
-                           |  a pause, and to another engine with what came so far
+                           |  a pause, then to another engine with the tokens so far
     send(request, (token, token, token))  ->  token, token, ..., the end
 
-An engine that is given tokens goes on after them, as after preempting the sequence there: it reads
-prompt and tokens, and chooses the next. A draw depends on the seed and on the token's place, so a
-sequence has the same tokens, whoever chose them (up to rounding, where engines differ), and a
-client sees a pause. `examples/serve_ray.py` sends requests to replicas behind Ray Serve.
+An engine that is given tokens continues after them, as it does after preempting a sequence: it
+reads the prompt and the tokens, and chooses the next one. Sampling depends on the seed and on the
+token's position, so a sequence has the same tokens whichever engine chose them (up to rounding, if
+engines differ), and a client only sees a pause. `examples/serve_ray.py` sends requests to replicas
+behind Ray Serve.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from examples.engine.likelihoods import Likelihood
 from examples.engine.request import Request, Sequence
 from examples.engine.server import EngineThread, Room, ShuttingDownError
 
-RETRIES = 6  # of one request: what kills every engine that serves it must not kill them all
-FIRST_PAUSE = 0.25  # seconds before the first of them; each is twice as long as the one before
+RETRIES = 6  # per request: one that kills every engine that serves it must not kill them all
+FIRST_PAUSE = 0.25  # seconds before the first retry, doubled with each
 
 
 class EngineLostError(Exception):
@@ -39,7 +40,7 @@ class Token:
     text: str
     finish_reason: str | None
     likelihood: Likelihood | None = None
-    # With the first token that an engine gives, if they were asked for.
+    # With the first token that an engine sends, if they were requested.
     prompt_likelihoods: tuple[Likelihood, ...] = ()
 
 
@@ -50,7 +51,7 @@ Poll = Callable[[], Awaitable[list[list[metrics.Family]]]]
 async def serve_tokens(
     thread: EngineThread, request: Request, chosen: tuple[int, ...]
 ) -> AsyncIterator[Token]:
-    """What an engine sends: the tokens of a request after those that are given.
+    """Yield what an engine sends: a request's tokens after those in `chosen`.
 
     Raises:
       EngineLostError: the engine has stopped, or is about to.
@@ -73,7 +74,7 @@ async def serve_tokens(
 
 
 class Retrying(Room):
-    """Runs requests with engines elsewhere (a `server.Runner`)."""
+    """Runs requests on engines elsewhere (a `server.Runner`)."""
 
     def __init__(
         self,
@@ -84,12 +85,12 @@ class Retrying(Room):
         retries: int = RETRIES,
         pause: float = FIRST_PAUSE,
     ):
-        """Begin with none.
+        """Begin without requests.
 
         Args:
-          send: has some engine serve a request, from given tokens on; raises `EngineLostError` when
-            that engine cannot go on.
-          max_requests: how many may wait and run at once; more are refused.
+          send: sends a request to some engine, which continues after the given tokens; raises
+            `EngineLostError` when that engine cannot go on.
+          max_requests: how many may wait and run at once; further ones are refused.
           poll: asks the engines for their metrics.
           retries: how often a request is sent again.
           pause: seconds before the first retry, doubled with each.
@@ -106,31 +107,31 @@ class Retrying(Room):
         self.give_up()
 
     def give_up(self) -> None:
-        """Have requests end at their next token, or retry, with an error."""
+        """End requests with an error at their next token or retry."""
         self.error = self.error or ShuttingDownError("the server is shutting down")
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
-        """Nothing to see: engines are watched where they run."""
+        """Do nothing: engines are watched where they run."""
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """The text for Prometheus, with counts of responses by path and status."""
+        """Format metrics for Prometheus, with counts of responses by path and status."""
         engines = metrics.joined(await self._poll())
         retried = metrics.Family(
             "requests_retried_total",
             "counter",
-            "Times a request was sent to another engine, because the one before was lost.",
+            "Times a request was sent to another engine because the previous one was lost.",
             [("", self.num_retries)],
         )
         return metrics.text_of([*engines, retried, metrics.http(responses)])
 
     async def stream(self, request: Request) -> AsyncIterator[Output]:
-        """The tokens of a request as they come. Leaving the loop early aborts the request.
+        """Yield a request's tokens as they come. Leaving the loop early aborts the request.
 
         Raises:
           ValueError: the engines cannot serve it.
           RuntimeError: its steps fail, or too many engines were lost with it.
         """
-        sequence = Sequence(request)  # which runs elsewhere
+        sequence = Sequence(request)  # it runs elsewhere
         for tried in range(self._retries + 1):
             try:
                 tokens = self._send(request, tuple(sequence.chosen))
@@ -151,7 +152,7 @@ class Retrying(Room):
                         )
                         if one.finish_reason is not None:
                             return
-                raise EngineLostError("its answer ended early")
+                raise EngineLostError("its response ended early")
             except EngineLostError as lost:
                 reason = str(lost)
             if tried < self._retries:

@@ -1,4 +1,4 @@
-"""Choosing next tokens on the device, for all rows of a step at once."""
+"""Choose next tokens on the device, for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class SamplingRows:
     top_k: jax.Array  # int32; 0: all
     min_p: jax.Array  # float32; 0: all
     seed: jax.Array  # uint32
-    count: jax.Array  # int32, tokens of the sequence so far: which draw of the seed it is
+    count: jax.Array  # int32, tokens of the sequence so far: which sample of the seed this is
 
     def of_next(self, num_tokens: int) -> SamplingRows:
-        """Rows for the next `num_tokens` tokens of each sequence: [B * num_tokens]."""
+        """Return rows for the next `num_tokens` tokens of each sequence: [B * num_tokens]."""
         rows = jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
         offsets = jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), self.count.shape[0])
         return dataclasses.replace(rows, count=rows.count + offsets)
 
 
 def sampling_rows(sequences: Sequence[requests.Sequence], num_rows: int) -> SamplingRows:
-    """How each sequence's next token is chosen, as arrays; further rows are greedy."""
+    """Pack how each sequence's next token is chosen into arrays; further rows are greedy."""
     temperature, top_p, min_p = np.zeros((3, num_rows), np.float32)
     top_k, count = np.zeros((2, num_rows), np.int32)
     seeds = np.zeros(num_rows, np.uint32)
@@ -46,15 +46,15 @@ def sampling_rows(sequences: Sequence[requests.Sequence], num_rows: int) -> Samp
 
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """The next token of each row, int32 [B].
+    """Choose the next token of each row, int32 [B].
 
-    A draw is `argmax(logits / temperature + gumbel noise)`, which has the distribution of the
-    softmax and needs no sum over it. Sorting the vocabulary is left out in a step where no row asks
-    for it, and so is drawing: both are branches taken on the device.
+    A sample is `argmax(logits / temperature + gumbel noise)`, which has the softmax's distribution
+    and needs no sum over it. A step skips drawing samples, and sorting the vocabulary, if no row
+    needs it: both are branches on the device.
 
     Args:
       logits: float32 [B, vocabulary].
-      rows: how each row is to be sampled.
+      rows: how to sample each row.
     """
     greedy = likeliest(logits)
     drawn = rows.temperature > 0
@@ -66,12 +66,12 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """The token with the largest of each row's logits, the first of equals, int32 [B].
+    """Return the token with each row's largest logit, the first of equal ones, int32 [B].
 
-    First the part of the vocabulary in which it is, then its place there: XLA for CPU takes the
-    maximum of many numbers at once, but their argmax one by one.
+    This finds the part of the vocabulary that has the token, then its place there: XLA on CPUs
+    computes a maximum of many numbers with vectors, but an argmax one number at a time.
     """
-    columns = logits.T  # as a product with few tokens leaves them: `layers.product`
+    columns = logits.T  # the layout that a product with few tokens produces: `layers.product`
     size = math.gcd(columns.shape[0], 64)
     parts = columns.reshape(-1, size, columns.shape[1])
     highest = jax.lax.optimization_barrier(jnp.max(parts, axis=1))
@@ -98,16 +98,16 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def keep_likely(logits: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Logits [B, vocabulary] with -inf for tokens less than `min_p` times as likely as the best."""
+    """Set logits [B, vocabulary] to -inf for tokens less than `min_p` times as likely as the best."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.where(logits >= best + jnp.log(min_p)[:, None], logits, -jnp.inf)
 
 
 def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits [B, vocabulary] with -inf for all but the likeliest.
+    """Set logits [B, vocabulary] of all but the likeliest tokens to -inf.
 
-    Of each row the `top_k` largest stay (0: all), then the fewest of those whose probabilities,
-    among them, sum to `top_p` or more. Equal logits stay or go together.
+    Each row keeps its `top_k` largest logits (0: all), and of these the fewest whose probabilities
+    among them sum to `top_p` or more. Equal logits are kept or dropped together.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     ranks = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]

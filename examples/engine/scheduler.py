@@ -1,9 +1,10 @@
 """Choose what runs next: requests share a token budget per step and pools of blocks.
 
-Each step gives every sequence that is generating its one token, then spends what is left of the
-budget on prompts in order of arrival, a chunk at a time. A prompt begins after the longest prefix
-that the cache still holds. When blocks run out, the newest sequence gives up its blocks and starts
-over later with what it has generated so far; the oldest never has to, so every request finishes.
+Each step first gives every decoding sequence its one token, then spends the rest of the budget on
+prompts in order of arrival, a chunk at a time. A prompt starts after the longest prefix that the
+cache still holds. When blocks run out, the newest sequence is preempted: it releases its blocks and
+starts over later, keeping the tokens it has generated. The oldest sequence is never preempted, so
+every request finishes.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ PAGES = "pages"  # the one pool of a server whose states live in the pages of at
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The sizes a server is built for; most of them are shapes of the compiled step."""
+    """The sizes a server is built for; most are shapes of the compiled step."""
 
     groups: tuple[Group, ...]  # the model's cache groups
     max_seqs: int  # sequences in a step (B)
     token_budget: int  # tokens in a step (T)
     block_size: int  # S
-    max_len: int  # tokens of the longest sequence
-    # Ids by pool, which are called like their groups, or PAGES; None: never a shortage.
+    max_len: int  # length of the longest sequence
+    # Ids per pool. Pools have the names of their groups, or PAGES. None: enough for every sequence.
     num_blocks: Mapping[str, int] | None = None
     prefix_caching: bool = True
-    checkpoint_every: int | None = None  # tokens between two states that are kept; None: S
+    checkpoint_every: int | None = None  # tokens between two checkpointed states; None: S
     unified: bool = False  # states live in pages of the attention layers' pools
     adapters: Room | None = None  # for LoRA adapters
 
@@ -89,17 +90,18 @@ class Limits:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether states are checkpointed for others to begin with."""
+        """Whether states are checkpointed, so that other sequences can start from them."""
         return self.prefix_caching and any(group.is_state for group in self.groups)
 
     def pool_of(self, group: Group) -> str:
-        """The pool a group takes its ids from."""
+        """Return the name of the pool from which a group takes its ids."""
         return PAGES if self.unified else group.name
 
     def most_blocks(self, group: Group) -> int:
-        """The most ids one sequence holds at a time.
+        """Return the most ids that one sequence holds at a time.
 
-        Of a window: what it covers, a chunk, and ragged ends. Of states: one to read, one to write.
+        With a window: enough for the window, a chunk, and ragged ends. Of states: one to read and
+        one to write.
         """
         if group.is_state:
             return 2
@@ -134,7 +136,7 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-          ValueError: it may become longer than the server was built for.
+          ValueError: it may grow longer than the server was built for.
         """
         length = sequence.request.max_len
         if length > self.limits.max_len:
@@ -146,7 +148,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def num_cached(self, request: Request) -> int:
-        """How many tokens of a prompt the prefix cache holds."""
+        """Return how many tokens of a prompt the prefix cache holds."""
         sequence = Sequence(request)
         self._give_tables(sequence)
         return self._longest_prefix(sequence)[0] * self.limits.block_size
@@ -162,12 +164,12 @@ class Scheduler:
                 )
 
     def schedule(self) -> list[Chunk]:
-        """Choose this step's chunks and take the blocks they write to."""
+        """Choose this step's chunks and allocate the blocks they write to."""
         self._admit()
         plan: dict[Sequence, Chunk] = {}
         left = self.limits.token_budget
         for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):  # decodes first
-            if sequence.row < 0 or not left:  # preempted a moment ago, or out of budget
+            if sequence.row < 0 or not left:  # just preempted, or out of budget
                 continue
             start = sequence.num_computed
             most = most_to_read(sequence, min(sequence.num_pending, left), self.waiting)
@@ -189,16 +191,16 @@ class Scheduler:
         return list(plan.values())
 
     def most_drafts(self, chunk: Chunk) -> int:
-        """How many drafts a chunk may have.
+        """Return how many draft tokens a chunk may have.
 
-        As many as the request could accept and still choose a token, and none past a border at
-        which a state is kept: the state is written after the last of them. None either where logits
-        depend on the tokens before.
+        A chunk has no more than the request could accept and still choose a token. It has none past
+        a border at which a state is checkpointed, since the state is written after the last of
+        them. It has none at all if logits depend on the tokens before.
         """
         request = chunk.sequence.request
         if not chunk.is_last or request.adjusts:
             return 0
-        if request.follow is not None and chunk.sequence.states:  # they follow what was chosen
+        if request.follow is not None and chunk.sequence.states:  # drafts follow chosen tokens
             return 0
         most = request.max_new_tokens - len(chunk.sequence.chosen) - 1
         to_border = -chunk.stop % self.limits.checkpoint_every
@@ -207,7 +209,7 @@ class Scheduler:
     def add_drafts(
         self, chunk: Chunk, drafts: tuple[int, ...], parents: tuple[int, ...] | None = None
     ) -> Chunk:
-        """The chunk with drafts and blocks for them; without, rather than preempt a sequence."""
+        """Return the chunk with draft tokens, or unchanged if that would preempt a sequence."""
         sequence = chunk.sequence
         drafted = dataclasses.replace(chunk, drafts=drafts, parents=parents)
         if not drafts or not self._has_room(sequence, drafted.end, prepared=True):
@@ -217,27 +219,27 @@ class Scheduler:
         return drafted
 
     def commit(self, plan: list[Chunk]) -> None:
-        """Update tables and hashes for a step that is running, as far as its outcome is known."""
+        """Update tables and hashes while a step runs, as far as its outcome is known."""
         for chunk in plan:
             if not chunk.drafts:
                 self._advance(chunk.sequence, chunk.stop)
 
     def settle(self, chunk: Chunk, num_accepted: int) -> None:
-        """Update tables and hashes of a chunk with drafts, of which the first ones are accepted.
+        """Update tables and hashes of a chunk whose first `num_accepted` draft tokens are accepted.
 
-        Those accepted out of their order, in a tree, are computed again as pending tokens. The keys
-        and values of the others are overwritten by the next steps. A recurrent state is the one
-        after the last accepted (`drafts/rollback.py`).
+        Draft tokens of a tree that were accepted out of order are computed again as pending tokens.
+        The next steps overwrite the keys and values of the others. A recurrent state is the one
+        after the last accepted token (`drafts/rollback.py`).
         """
         sequence = chunk.sequence
         self._advance(sequence, chunk.stop + num_accepted)
         length = len(sequence.tokens)
         if any([table.trim(length) for table in sequence.tables.values()]):
             for table in sequence.tables.values():
-                table.num_on_device = 0  # all of its rows are sent again
+                table.num_on_device = 0  # all its entries are sent again
 
     def _advance(self, sequence: Sequence, num_computed: int) -> None:
-        """A sequence's tokens up to `num_computed` are in the caches."""
+        """Record that a sequence's tokens up to `num_computed` are in the caches."""
         size = self.limits.block_size
         sequence.num_computed = num_computed
         for table in sequence.states.values():
@@ -261,7 +263,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _admit(self) -> None:
-        """Start requests, in order, while there are a row and blocks for them."""
+        """Start requests, in order, while a row and blocks are free for them."""
         for sequence in list(self.waiting):
             if not self._free_rows:
                 return
@@ -271,7 +273,7 @@ class Scheduler:
             elif leader.num_computed == fork_point(leader):
                 num_reused, blocks, states = shared_start(leader, self.limits.block_size)
             else:
-                continue  # to begin where the leader will be
+                continue  # wait until the leader reaches the fork point
             if not self._fits(sequence, num_reused, blocks, states):
                 return
             if self.host_cache is not None:
@@ -293,16 +295,16 @@ class Scheduler:
             self.running.append(sequence)
 
     def take_copies(self) -> list[tuple[str, int, int]]:
-        """Blocks to copy before the next step: (group, from, to)."""
+        """Return, and clear, the blocks to copy before the next step: (group, from, to)."""
         copies, self.copies = self.copies, []
         return copies
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[int, dict, dict]:
-        """The most full blocks that can be skipped, and the ids that hold what follows needs.
+        """Return how many full blocks can be skipped, and the cached ids that later tokens need.
 
-        At least one token is left to compute, for its logits. Every group must be able to go on
-        from there: all blocks with full attention, a window's worth with a window, the state at
-        just that border with recurrent layers.
+        At least one token is left to compute, for its logits. Every group must be able to continue
+        from there. Full attention needs all blocks, a window needs a window's worth, and recurrent
+        layers need the state at exactly that border.
         """
         nothing = (0, {name: [] for name in sequence.tables}, {})
         if not self.limits.prefix_caching or sequence.scores_prompt or sequence.contents:
@@ -311,7 +313,7 @@ class Scheduler:
         sequence.extend_hashes(len(sequence.tokens) - 1, size)
         most = (len(sequence.tokens) - 1) // size
         for name, table in sequence.tables.items():
-            if table.window is None:  # a missing block ends it, wherever the others end
+            if table.window is None:  # the first missing block ends the prefix
                 found = (i for i in range(most) if table.pool.find(name, hashes[i]) is None)
                 most = next(found, most)
         for count in range(most, 0, -1):
@@ -324,7 +326,7 @@ class Scheduler:
         return nothing
 
     def _fits(self, sequence: Sequence, num_reused: int, blocks: dict, states: dict) -> bool:
-        """Whether there is room for all tokens a sequence has so far."""
+        """Whether there is room for all tokens that a sequence has so far."""
         needed: dict[str, int] = collections.Counter()
         for group in self.limits.groups:
             pool = self.pools[name := self.limits.pool_of(group)]
@@ -338,10 +340,10 @@ class Scheduler:
         return all(count <= self.pools[name].num_free for name, count in needed.items())
 
     def _chunk_stop(self, sequence: Sequence, stop: int) -> int:
-        """Where a chunk ends: at the last border it reaches at which states are kept.
+        """Return where a chunk ends: at the last border it reaches where states are checkpointed.
 
-        Not at the very end of the tokens, if there is a border before it: a request with the same
-        tokens has to compute the last of them, and so begins at an earlier border.
+        If that is the very end of the tokens, an earlier border is better: a request with the same
+        tokens must compute the last one itself, so it can only start from an earlier border.
         """
         start, every = sequence.num_computed, self.limits.checkpoint_every
         if not self.limits.keeps_states:
@@ -352,7 +354,7 @@ class Scheduler:
         return border if border > start else stop
 
     def _has_room(self, sequence: Sequence, stop: int, *, prepared: bool = False) -> bool:
-        """Whether blocks up to a length and states, unless they are `prepared`, are free."""
+        """Whether enough blocks for a length, and states unless `prepared`, are free."""
         missing: dict[str, int] = collections.Counter()
         for group in self.limits.groups:
             if group.is_state:
@@ -363,7 +365,7 @@ class Scheduler:
         return all(count <= self.pools[name].num_free for name, count in missing.items())
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take everything from a running sequence and put it back in front of the queue."""
+        """Release all that a running sequence holds and put it back at the front of the queue."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0

@@ -3,7 +3,7 @@
     python -m examples.engine.serve
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
 
-`--help` lists the rest; `examples/engine/http/app.py` says what is served.
+`--help` lists all options; `examples/engine/http/app.py` lists the routes.
 """
 
 # ruff: noqa: E402 (missing packages are reported before they are imported)
@@ -67,8 +67,8 @@ from examples.models.lora import Lora, Room, read_lora
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
 
-DEFAULT_MAX_LEN = 1024  # or the model's positions, if they are fewer
-DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
+DEFAULT_MAX_LEN = 1024  # or the model's positions, if fewer
+DEFAULT_RANK = 16  # of adapters, if none is loaded at startup
 RESTART_WAIT = 120  # seconds
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
@@ -80,12 +80,12 @@ def build(
 
     Args:
       options: of the command line.
-      mesh: the devices to use; None: those that `options.mesh` describes, or the default one.
+      mesh: the devices to use; None: those of `options.mesh`, or the default device.
 
-    Returns: the engine; how its model writes conversations, if it does; and what compiles grammars.
+    Returns: the engine, the model's chat template if it has one, and the compiler of grammars.
 
     Raises:
-      ValueError: options that do not fit each other, the checkpoint or the devices.
+      ValueError: options do not fit each other, the checkpoint or the devices.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     directory = checkpoint_directory(options.model)
@@ -141,10 +141,10 @@ def build(
 
 
 def longest(max_len: int | None, model: Model) -> int:
-    """Tokens of the longest sequence: `--max-len`, or by default what the model takes of 1,024.
+    """Return the length of the longest sequence: `--max-len`, or at most 1,024 by default.
 
     Raises:
-      ValueError: the model has fewer positions.
+      ValueError: the model has fewer positions than `--max-len`.
     """
     if max_len is not None and max_len > model.max_positions:
         raise ValueError(
@@ -155,15 +155,15 @@ def longest(max_len: int | None, model: Model) -> int:
 
 
 def wants_native(products: str, mesh: DeviceMesh | None) -> bool:
-    """Whether products in C++ are wanted and could be used: on one device, a CPU."""
+    """Whether C++ products are wanted and possible: on a single device that is a CPU."""
     return products == "native" and mesh is None and jax.default_backend() == "cpu"
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """Every option, its default and its help."""
+    """Make the parser, with every option, its default and its help."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.engine.serve",
-        description="Serve a model over HTTP, in the shapes of OpenAI's API.",
+        description="Serve a model over HTTP with OpenAI's API.",
     )
     _add_model_and_limits(parser)
     _add_programs(parser)
@@ -174,83 +174,98 @@ def options_parser() -> argparse.ArgumentParser:
     _add_processes(parser)
     _add_restarts(parser)
     parser.add_argument(
-        "--unified", action="store_true", help="recurrent states in pages of the KV pools"
+        "--unified", action="store_true", help="keep recurrent states in pages of the KV pools"
     )
     return parser
 
 
 def _add_model_and_limits(parser: argparse.ArgumentParser) -> None:
-    """What is served, where, and how much of it."""
+    """Add options for the model, its address and its limits."""
     add = parser.add_argument
     number = functools.partial(add, metavar="N", type=integer(1))
     add("--model", default=SPEAKING, help="a directory or bundled checkpoint (%(default)s)")
-    add("--chat-template", metavar="FILE", help="Jinja (default: the checkpoint's)")
-    add("--host", default="127.0.0.1", help="(%(default)s)")
-    add("--port", type=integer(0, 65_535), default=8000, help="0 for any (%(default)s)")
-    number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
-    add("--seed", metavar="N", type=integer(0), help="of draws without one (default: any)")
+    add("--chat-template", metavar="FILE", help="a Jinja template (default: the checkpoint's)")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=integer(0, 65_535), default=8000, help="0 for any free one (%(default)s)")
+    number("--max-requests", default=256, help="most waiting and running requests (%(default)s)")
+    add("--seed", metavar="N", type=integer(0), help="for requests without a seed (default: any)")
     add_engine_options(parser, max_seqs=16, token_budget=128)
-    number("--max-len", help=f"tokens of a sequence (default: {DEFAULT_MAX_LEN}, or what fits)")
-    number("--blocks", help="blocks in each pool (default: never a shortage)")
-    number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
-    number("--drain-timeout", default=30, help="seconds to finish requests in (%(default)s)")
+    number(
+        "--max-len",
+        help=f"most tokens of a sequence (default: {DEFAULT_MAX_LEN}, or what the model allows)",
+    )
+    number("--blocks", help="blocks in each pool (default: never too few)")
+    number(
+        "--step-timeout",
+        default=300,
+        help="seconds a step may take before the server exits (%(default)s)",
+    )
+    number(
+        "--drain-timeout",
+        default=30,
+        help="seconds to finish requests in when the server stops (%(default)s)",
+    )
 
 
 def _add_programs(parser: argparse.ArgumentParser) -> None:
-    """How its programs are compiled."""
+    """Add options for compilation."""
     add = parser.add_argument
     add(
         "--compilation-cache",
         metavar="DIR",
-        help=f"where compiled programs are kept for the next start ({default_cache()})",
+        help=f"where to keep compiled programs for the next start ({default_cache()})",
     )
     add("--no-compilation-cache", action="store_true", help="compile everything again")
     add(
         "--products",
         choices=("native", "xla"),
         default="native",
-        help="what multiplies with weights on one device, a CPU with AVX2: C++ that is compiled "
-        "at the first start, or XLA (%(default)s); on a mesh, XLA does",
+        help="how to multiply with weights on a single CPU with AVX2: in C++, compiled at the "
+        "first start, or in XLA (%(default)s); a mesh always uses XLA",
     )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    """Who may send requests."""
+    """Add options that say who may send requests."""
     add = parser.add_argument
-    add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
+    add(
+        "--api-key",
+        default=os.environ.get("JATTN_API_KEY"),
+        help="key that requests must send (default: $JATTN_API_KEY)",
+    )
     add(
         "--cors",
         metavar="ORIGIN",
         type=origin,
         action="append",
         default=[],
-        help="allow the requests of a site's pages, such as https://example.com, or of all (*)",
+        help="allow requests from pages of a site, such as https://example.com, or of all (*)",
     )
 
 
 def _add_speculation_and_cache(parser: argparse.ArgumentParser) -> None:
-    """Drafts, and the prefix cache's blocks in host memory."""
+    """Add options for speculative decoding, and for the prefix cache in host memory."""
     add = parser.add_argument
     add(
         "--speculate",
         metavar="HOW=N",
-        help="guess up to N next tokens, and verify them in one step; lookup: from earlier text, "
-        "draft: with the model of --draft, mtp: with the model's own layer for it; NxB: a tree of "
-        "N tokens in B branches",
+        help="speculative decoding: draft up to N tokens and verify them in one step; lookup: from "
+        "earlier text, draft: with the model of --draft, mtp: with the model's own MTP layer; NxB: "
+        "a tree of N tokens in B branches",
     )
-    add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
+    add("--draft", metavar="DIRECTORY", help="a smaller draft model with the same vocabulary")
     add(
         "--host-cache",
         metavar="GIB",
         type=gibibytes,
         default=0.0,
-        help="host memory for blocks of the prefix cache that the pools evict: of all groups of "
-        "devices together, in each process that shares a mesh (%(default)s)",
+        help="host memory for prefix cache blocks that the pools evict: for all groups of devices "
+        "together, in each process that shares a mesh (%(default)s)",
     )
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    """LoRA adapters."""
+    """Add options for LoRA adapters."""
     add = parser.add_argument
     number = functools.partial(add, metavar="N", type=integer(1))
     add(
@@ -258,50 +273,51 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         action="append",
         default=[],
-        help="a LoRA adapter as PEFT saves it, which requests choose as their model; may be "
-        "repeated",
+        help="a LoRA adapter saved by PEFT, which requests select as their model; may be repeated",
     )
-    number("--max-loras", help="adapters there is room for (default: those of --lora)")
-    add("--lora-folder", metavar="DIR", help="load and unload adapters below it over HTTP")
-    number("--max-lora-rank", help=f"(default: the largest of --lora's, or {DEFAULT_RANK})")
+    number("--max-loras", help="the most adapters to make room for (default: those of --lora)")
+    add("--lora-folder", metavar="DIR", help="allow loading adapters from this folder over HTTP")
+    number(
+        "--max-lora-rank",
+        help=f"largest rank to make room for (default: the largest of --lora, or {DEFAULT_RANK})",
+    )
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
-    """Several processes that share a mesh."""
+    """Add options for several processes that share a mesh."""
     add = parser.add_argument
     number = functools.partial(add, metavar="N", type=integer(1))
-    add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
-    number("--num-processes", help="that share the mesh; each is started with its own --process-id")
-    add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
+    add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
+    number("--num-processes", help="processes that share the mesh, each with its own --process-id")
+    add("--process-id", metavar="I", type=integer(0), help="index of this process, from 0")
     add("--cluster", action="store_true", help="ask the cluster (Slurm, TPU pod) for these three")
     number(
         "--heartbeat",
         default=hosts.HEARTBEAT_SECONDS,
-        help="seconds for which a process may be silent before the others end (%(default)s)",
+        help="seconds a process may be silent before the others exit (%(default)s)",
     )
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
-    """A server that is started again, behind a front."""
+    """Add options for a server that restarts after a crash, behind a front."""
     add = parser.add_argument
     number = functools.partial(add, metavar="N", type=integer(1))
     add(
         "--restarts",
         metavar="N",
         type=integer(0),
-        help="start again up to N times after a death; requests in flight wait, and are computed "
-        "again",
+        help="restart up to N times after a crash; requests in flight wait and are computed again",
     )
     number(
         "--restart-wait",
-        help=f"seconds that a request waits for a server that starts ({RESTART_WAIT})",
+        help=f"seconds that a request waits for a restarting server ({RESTART_WAIT})",
     )
     add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front,
     add("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)  # in this process
 
 
 def origin(text: str) -> str:
-    """Parses a web page's origin, as browsers send it ("null" for a file's), or "*"."""
+    """Parse a web page's origin, as browsers send it ("null" for a file), or "*"."""
     if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s,*]+", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be an origin, such as https://example.com, without a path, or *"
@@ -310,7 +326,7 @@ def origin(text: str) -> str:
 
 
 def gibibytes(text: str) -> float:
-    """Parses an amount of memory."""
+    """Parse a number of GiB."""
     try:
         value = float(text)
     except ValueError:
@@ -321,32 +337,33 @@ def gibibytes(text: str) -> float:
 
 
 def read_loras(options: argparse.Namespace, model: Model) -> dict[str, Lora]:
-    """The adapters of `--lora`, by name.
+    """Read the adapters of `--lora`, by name.
 
     Raises:
-      ValueError: one that is not NAME=DIR, or that the model cannot compute.
+      ValueError: one is not NAME=DIR, or does not fit the model.
     """
     found = {}
     for text in options.lora:
         name, _, directory = text.partition("=")
         if not name or not directory or name in found:
-            raise ValueError(f"--lora is {text!r}, but must be NAME=DIR, with names that differ")
+            raise ValueError(f"--lora is {text!r}, but must be NAME=DIR, with distinct names")
         found[name] = read_lora(directory, model.linears, model.unused)
     return found
 
 
 def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | None:
-    """Room for adapters; what the options do not say is just what `--lora` takes.
+    """Return the room for adapters; by default, exactly what `--lora` needs.
 
     Raises:
-      ValueError: adapters are to come later, and there is no room or no folder for them.
+      ValueError: `--lora-folder` is not a directory, is given without `--max-loras`, or is given
+        with several processes.
     """
     if options.lora_folder and not Path(options.lora_folder).is_dir():
         raise ValueError(f"--lora-folder is {options.lora_folder!r}, but must be a directory")
     if options.lora_folder and not options.max_loras:
-        raise ValueError("--lora-folder needs --max-loras N: room for what is loaded later")
+        raise ValueError("--lora-folder needs --max-loras N, room for adapters loaded later")
     if options.lora_folder and (options.num_processes or options.cluster):
-        raise ValueError("--lora-folder is for one process: several take adapters at the start")
+        raise ValueError("--lora-folder needs a single process: several load adapters at startup")
     if not loras and not options.max_loras:
         return None
     largest = max((lora.rank for lora in loras.values()), default=DEFAULT_RANK)
@@ -354,16 +371,16 @@ def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | N
 
 
 def default_cache() -> str | None:
-    """The folder of compiled programs, under the user's cache directory, if there is one."""
+    """Return the folder of compiled programs in the user's cache directory, if there is one."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # HOME is not set, and the user has no entry that would say
+    except RuntimeError:  # HOME is not set, and the user database has no home either
         return None
     return str(Path(home) / "jattn" / "compiled")
 
 
 def keep_compiled(options: argparse.Namespace) -> None:
-    """Have JAX keep compiled programs, unless its own environment variable says where."""
+    """Make JAX keep compiled programs, in its own environment variable's folder if that is set."""
     given = options.compilation_cache
     folder = default_cache() if given is None else given
     if options.no_compilation_cache or not folder:
@@ -375,45 +392,45 @@ def keep_compiled(options: argparse.Namespace) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """See that no option is given that nothing would read, before the model is loaded.
+    """Check before the model is loaded that options are valid, and that each given one has a use.
 
     Raises:
-      ValueError: one is.
+      ValueError: an option is wrong, or would be ignored.
     """
     if not (options.num_processes or options.cluster):
         alone = {"coordinator": None, "process_id": None, "heartbeat": hosts.HEARTBEAT_SECONDS}
         for name, default in alone.items():
             if getattr(options, name) != default:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} is for a group: give --num-processes N, too"
+                    f"--{name.replace('_', '-')} is for several processes: add --num-processes N"
                 )
     if options.coordinator is not None:
         host, _, port = options.coordinator.rpartition(":")
         if not (host and port.isdecimal()):
             raise ValueError(f"--coordinator is {options.coordinator!r}, but must be HOST:PORT")
     if not options.host:
-        raise ValueError("--host is empty, but must be an address; 0.0.0.0 stands for all")
+        raise ValueError("--host is empty, but must be an address; 0.0.0.0 means all of them")
     key = options.api_key
     if key is not None and (not key or key != key.strip() or not key.isprintable()):
         raise ValueError(
-            "--api-key or JATTN_API_KEY is empty, or has a line break or spaces around it, which "
+            "--api-key or JATTN_API_KEY is empty, or has a line break or surrounding spaces, which "
             "no request can send"
         )
     if options.compilation_cache is not None and options.no_compilation_cache:
-        raise ValueError("--compilation-cache keeps programs: give no --no-compilation-cache")
+        raise ValueError("--compilation-cache cannot be combined with --no-compilation-cache")
     if options.restart_wait is not None and not (options.restarts or options.supervisor):
-        raise ValueError("--restart-wait is of a server that is started again: give --restarts N")
+        raise ValueError("--restart-wait is for a server that restarts: add --restarts N")
     if options.host_cache and options.no_prefix_cache:
-        raise ValueError("--host-cache keeps the prefix cache: give it without --no-prefix-cache")
+        raise ValueError("--host-cache extends the prefix cache: leave out --no-prefix-cache")
     if options.max_lora_rank and not (options.lora or options.max_loras):
-        raise ValueError("--max-lora-rank is for adapters: give --lora NAME=DIR or --max-loras N")
+        raise ValueError("--max-lora-rank is for adapters: add --lora NAME=DIR or --max-loras N")
 
 
 def use_wide_vectors() -> None:
-    """Have XLA use all of AVX-512's width, unless XLA_FLAGS say how much of it.
+    """Make XLA use AVX-512's full width, unless XLA_FLAGS set a width.
 
-    A step of Qwen3-0.6B's layers with 64 or 256 tokens takes 6 % less time on a Xeon with AMX. On
-    processors without AVX-512 it changes nothing. XLA reads its flags when JAX first needs a
+    A step of Qwen3-0.6B's layers with 64 or 256 tokens takes 6 % less time on a Xeon with AMX.
+    Nothing changes on processors without AVX-512. XLA reads its flags when JAX first needs a
     device.
     """
     flags = os.environ.get("XLA_FLAGS", "")
@@ -451,17 +468,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hosts.check_alike(shared_options(options))
         except ValueError as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        except Exception as failure:  # of the network or of another process: worth a restart
+        except Exception as failure:  # the network or another process failed: worth a restart
             hosts.exit_with(failure)
         if jax.process_index():
             follow(options, parser.prog)
             end_process(0)
     try:
-        # Before the model is compiled, which takes long.
+        # Before compiling the model, which takes long.
         listener = listen_at(options.uds) if options.uds else listen(options.host, options.port)
     except OSError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    told = threading.Event()  # to end, when the server has started
+    told = threading.Event()  # set by a signal before the server has started
     with listener:
         with on_signals(told.set):
             try:
@@ -484,17 +501,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def restarted(options: argparse.Namespace, given: Sequence[str], name: str) -> int:
-    """Run a server that is started again when it dies, behind a front; the exit status.
+    """Run a server behind a front, restart it when it dies, and return the exit status.
 
     Args:
-      options: of the command line.
+      options: the parsed command line.
       given: the command line.
-      name: of the command.
+      name: the command's name.
     """
-    with tempfile.TemporaryDirectory(prefix="jattn-") as folder:  # which others cannot enter
+    with tempfile.TemporaryDirectory(prefix="jattn-") as folder:  # other users cannot enter it
         path = str(Path(folder, "server"))
         behind = ("--restarts", "0", "--uds", path, "--supervisor", str(os.getpid()))
-        # A signal that comes again does not cut the front's last answers off.
+        # A repeated signal must not cut off the front's last responses.
         with (
             on_signals(lambda: None),
             Front(path, access_of(options), options.restart_wait or RESTART_WAIT) as front,
@@ -510,15 +527,15 @@ def restarted(options: argparse.Namespace, given: Sequence[str], name: str) -> i
 def start(
     options: argparse.Namespace,
 ) -> tuple[list[Engine], ChatTemplate | None, Grammars | None, Remote | None, Offers | None]:
-    """Everything that serves, ready to: one engine for each group of devices.
+    """Make all that serves requests, including one engine for each group of devices.
 
     Raises:
-      ValueError: options that do not fit each other, the checkpoint, the devices or other servers.
+      ValueError: options do not fit each other, the checkpoint, the devices or other servers.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     meshes = [] if options.mesh is None else make_meshes(options.mesh)
     options = argparse.Namespace(**vars(options))
-    options.host_cache /= max(len(meshes), 1)  # it is of all groups
+    options.host_cache /= max(len(meshes), 1)  # all groups share it
     engines: list[Engine] = []
     try:
         engine, template, grammars = build(options, *meshes[:1])
@@ -536,7 +553,7 @@ def start(
 
 
 def follow(options: argparse.Namespace, name: str) -> None:
-    """Be a process that does what the first one of its group tells; `name` is the command's."""
+    """Run a process that follows the first one of its group; `name` is the command's."""
     try:
         with ends_when_told(name), tells_of_memory(name):
             engine = build(options)[0]
@@ -553,9 +570,9 @@ def follow(options: argparse.Namespace, name: str) -> None:
 
 
 def access_of(options: argparse.Namespace) -> Access:
-    """The limits of the HTTP server that the options ask for.
+    """Return the HTTP server's limits from the options.
 
-    Behind a front bodies may be larger: it has checked their sizes, and adds seeds.
+    Behind a front, bodies may be larger: the front has checked their sizes, and adds seeds.
     """
     return Access(
         max_requests=options.max_requests,
@@ -563,7 +580,7 @@ def access_of(options: argparse.Namespace) -> Access:
         step_seconds=options.step_timeout,
         drain_seconds=options.drain_timeout,
         api_key=options.api_key,
-        origins=() if options.uds else tuple(options.cors),  # the front sees to them
+        origins=() if options.uds else tuple(options.cors),  # the front handles CORS
     )
 
 
@@ -580,12 +597,12 @@ def run(
     *,
     told: threading.Event | None = None,
 ) -> str | None:
-    """Serve until interrupted or terminated; why an engine failed, if one did.
+    """Serve until interrupted or terminated; return why an engine failed, if one did.
 
-    On SIGTERM or SIGINT the server takes no more connections and finishes the requests it has.
-    Those that take longer than `access.drain_seconds` are answered with an error. Then this
-    returns, where uvicorn would raise the signal again. It returns at once if it was `told` to end
-    before it began to listen to signals.
+    On SIGTERM or SIGINT the server accepts no more connections and finishes the requests it has.
+    Requests that take longer than `access.drain_seconds` get an error. Then this returns, whereas
+    uvicorn would raise the signal again. It returns at once if `told` was set before it began to
+    listen to signals.
     """
     reasons: list[str] = []
 
@@ -596,10 +613,10 @@ def run(
     application = make_app(
         engines, access, stop, chat_template, grammars, remote, offers, lora_folder, seed
     )
-    is_public = listener.family != socket.AF_UNIX  # otherwise the front logs requests
+    is_public = listener.family != socket.AF_UNIX  # if not, the front logs requests
     server = DrainingServer(application, access, log_level="info", access_log=is_public)
 
-    def end() -> None:  # told before uvicorn listens to signals, or after
+    def end() -> None:  # on a signal, before or after uvicorn listens to them
         server.should_exit = True
 
     with on_signals(end):

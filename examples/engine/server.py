@@ -1,9 +1,9 @@
 """An engine in its own thread, for asyncio.
 
 The event loop never waits for a step, and the engine never waits for a client: requests and
-aborts go to the thread through a queue, tokens come back through `call_soon_threadsafe`.
+aborts go to the thread through a queue, and tokens come back through `call_soon_threadsafe`.
 
-An exception in a step fails the requests that caused it, and no others (`Engine.recover`). If the
+An exception in a step fails only the requests that caused it (`Engine.recover`). If the
 engine cannot go on, or a step hangs, `watch` reports it.
 """
 
@@ -27,11 +27,11 @@ from examples.engine.request import Request, Sequence
 from examples.engine.transfer.contents import Contents
 from examples.engine.transfer.remote import Remote
 
-LAST_STEP_SECONDS = 10  # for a step that runs when the thread is told to end
+LAST_STEP_SECONDS = 10  # for a step that is running when the thread is told to end
 
 
 class ServerFullError(Exception):
-    """As many requests as the server takes are waiting or running."""
+    """The most requests that the server accepts are waiting or running."""
 
 
 class ShuttingDownError(RuntimeError):
@@ -43,7 +43,7 @@ class EngineFailedError(RuntimeError):
 
 
 class Runner(Protocol):
-    """The runner of an application's requests: an engine's thread, or several engines.
+    """Runs an application's requests: an engine's thread, or several engines.
 
     `async with` starts and stops it.
     """
@@ -55,11 +55,11 @@ class Runner(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """Room for some requests, or `ServerFullError`, or a `ValueError` if there never is."""
+        """Reserve room for some requests, as `Room.reserve` does."""
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Output]:
-        """The tokens of a request as they come."""
+        """Yield a request's tokens as they come."""
         ...
 
     def give_up(self) -> None:
@@ -67,16 +67,16 @@ class Runner(Protocol):
         ...
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
-        """Wait until it cannot go on, and say why."""
+        """Wait until it cannot go on, and report why."""
         ...
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """The text for Prometheus, with counts of responses by path and status."""
+        """Format metrics for Prometheus, with counts of responses by path and status."""
         ...
 
 
 class Room:
-    """How many requests may wait and run at once."""
+    """A limit on how many requests may wait and run at once."""
 
     def __init__(self, max_requests: int):
         self.max_requests = max_requests
@@ -84,15 +84,15 @@ class Room:
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Room for some requests, for as long as they take.
+        """Reserve room for some requests, for as long as they take.
 
         Raises:
-          ServerFullError: there is none.
-          ValueError: there never is.
+          ServerFullError: there is no room now.
+          ValueError: there is never enough room.
         """
         if count > self.max_requests:
             raise ValueError(
-                f"the request asks for {count} texts, but this server takes at most "
+                f"the request asks for {count} texts, but this server generates at most "
                 f"{self.max_requests} at a time"
             )
         if self.num_requests + count > self.max_requests:
@@ -106,21 +106,21 @@ class Room:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A function of the engine that is to be called between two steps, and what becomes of it."""
+    """A function of the engine to call between two steps, and its result."""
 
     function: Callable[[Engine], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future
 
     def run(self, engine: Engine) -> None:
-        """Called in the engine's thread."""
+        """Call the function, in the engine's thread."""
         try:
             self.deliver(self.function(engine))
         except Exception as error:
             self.deliver(error)
 
     def deliver(self, what: Any) -> None:
-        """Called in any thread; the first of several is what counts."""
+        """Deliver a result or an exception, from any thread; only the first one counts."""
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self.loop.call_soon_threadsafe(self._settle, what)
 
@@ -146,7 +146,7 @@ class _Ticket:
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
     def deliver(self, what: Output | Exception) -> None:
-        """Called in the engine's thread."""
+        """Deliver an output or an exception, from the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, what)
 
@@ -159,27 +159,27 @@ class EngineThread(Room):
 
         Args:
           engine: the engine.
-          max_requests: how many may wait and run at once; more are refused.
-          remote: has prompts read by other servers; None: they are read here.
+          max_requests: how many may wait and run at once; further ones are refused.
+          remote: sends prompts to other servers for prefill; None: they are read here.
         """
         super().__init__(max_requests)
         self.engine, self.remote = engine, remote
         self.error: RuntimeError | None = None  # why the thread has ended
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: dict[Sequence, _Ticket] = {}
-        # Those whose prompt is being read elsewhere, by the prompt's id: several texts of one
-        # prompt wait for the same.
+        # Requests whose prompt another server is reading, by the prompt's id: several texts of one
+        # prompt wait for the same one.
         self._remote_tickets: dict[int, list[_Ticket]] = {}
-        # What the event loop waits for, whether or not the thread has heard of it.
+        # What the event loop waits for, whether or not the thread knows about it.
         self._calls: set[_Call] = set()
         self._streams: set[_Ticket] = set()
-        self._gave_up: RuntimeError | None = None  # what `give_up` has told all requests
+        self._gave_up: RuntimeError | None = None  # the error that `give_up` sent to all requests
         self._step_began: float | None = None  # by time.monotonic(), while a step runs
         self._hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which `async with` does, too."""
+        """Start the thread, as `async with` does."""
         self._thread.start()
 
     async def __aenter__(self) -> EngineThread:
@@ -191,7 +191,7 @@ class EngineThread(Room):
         try:
             if not self._hangs:
                 await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
-        finally:  # also where the server is forced to end
+        finally:  # also if the server is forced to end
             if self.error is None and self._thread.is_alive():
                 self.error = RuntimeError("a step was still running at the end")
 
@@ -201,7 +201,7 @@ class EngineThread(Room):
         self._tell_all(self._gave_up)
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
-        """Wait until the engine cannot go on, and say why.
+        """Wait until the engine cannot go on, and report why.
 
         Args:
           step_seconds: after which a step counts as hanging.
@@ -212,10 +212,10 @@ class EngineThread(Room):
         on_failure(str(self.error))
 
     def check(self, step_seconds: float) -> RuntimeError | None:
-        """Why the engine cannot go on, if it cannot.
+        """Return why the engine cannot go on, if it cannot.
 
         Args:
-          step_seconds: after which a step counts as hanging: all requests and calls are told.
+          step_seconds: after which a step counts as hanging, and all requests and calls fail.
         """
         began = self._step_began
         hangs = began is not None and time.monotonic() - began > step_seconds
@@ -226,16 +226,16 @@ class EngineThread(Room):
         return self.error
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """The text for Prometheus, with counts of responses by path and status."""
+        """Format metrics for Prometheus, with counts of responses by path and status."""
         return metrics.exposition(self.engine, responses)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Call a function of the engine in its thread, between two steps, and return its result.
 
         Raises:
-          Exception: the function's.
+          Exception: the function's own.
           RuntimeError: the engine has stopped, a step hangs, or the server is shutting down. The
-            function may still be called, if the engine goes on.
+            function may still be called if the engine goes on.
         """
         loop = asyncio.get_running_loop()
         call = _Call(function, loop, loop.create_future())
@@ -250,11 +250,11 @@ class EngineThread(Room):
             self._calls.remove(call)
 
     async def stream(self, request: Request, chosen: tuple[int, ...] = ()) -> AsyncIterator[Output]:
-        """The tokens of a request as they come. Leaving the loop early aborts the request.
+        """Yield a request's tokens as they come. Leaving the loop early aborts the request.
 
         Args:
           request: the request.
-          chosen: tokens that it has got elsewhere already: it goes on after them.
+          chosen: tokens that another engine has already generated; this one continues after them.
 
         Raises:
           ValueError: the engine cannot serve it.
@@ -275,14 +275,14 @@ class EngineThread(Room):
                     return
         finally:
             self._streams.remove(ticket)
-            self._commands.put(("abort", ticket))  # which does nothing if it is finished
+            self._commands.put(("abort", ticket))  # does nothing if it has finished
 
     def _tell_all(self, error: RuntimeError) -> None:
         for one in (*self._streams, *self._calls):
             one.deliver(error)
 
     def _run(self) -> None:
-        """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
+        """Run the thread: obey commands, run a step, deliver its tokens; sleep when idle."""
         end: RuntimeError = ShuttingDownError("the server is shutting down")
         try:
             while self._obey(wait=not self.engine.has_work):
@@ -300,7 +300,7 @@ class EngineThread(Room):
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get(block=False)
-                if command is not None:  # told to end once more
+                if command is not None:  # None: told again to end
                     command[1].deliver(end)
 
     def _step(self) -> list[Output]:
@@ -315,7 +315,7 @@ class EngineThread(Room):
             self._step_began = None
 
     def _obey(self, *, wait: bool) -> bool:
-        """Carry out what the event loop has asked for; False to end."""
+        """Carry out the event loop's commands; return False to end."""
         while True:
             try:
                 seconds = IDLE_SECONDS if self.engine.followers else None
@@ -341,11 +341,11 @@ class EngineThread(Room):
                     self._tickets.pop(ticket.sequence, None)
 
     def _begin(self, ticket: _Ticket) -> None:
-        """Have a prompt read elsewhere, or give the request to the engine."""
+        """Send a prompt to another server for prefill, or give the request to the engine."""
         try:
             if not self._read_elsewhere(ticket):
                 self._add(ticket)
-        except Exception as error:  # which ends this request, and no other
+        except Exception as error:  # ends only this request
             ticket.deliver(error)
 
     def _add(self, ticket: _Ticket, contents: Contents | None = None) -> None:
@@ -358,8 +358,8 @@ class EngineThread(Room):
             ticket.deliver(error)
 
     def _read_elsewhere(self, ticket: _Ticket) -> bool:
-        """Have a prompt read by another server, if that is worth it."""
-        if ticket.chosen:  # more than a prompt is to be read
+        """Send a prompt to another server for prefill, if that is worthwhile."""
+        if ticket.chosen:  # more than the prompt must be read
             return False
         prompt = ticket.request.prompt
         if tickets := self._remote_tickets.get(id(prompt)):
@@ -377,10 +377,10 @@ class EngineThread(Room):
         return True
 
     def _add_read(self, first: _Ticket, contents: Contents | None) -> None:
-        """Go on with a prompt that another server has read, or has failed to."""
+        """Go on with a prompt that another server has read, or failed to read."""
         tickets = self._remote_tickets.pop(id(first.request.prompt))
         tickets = [ticket for ticket in tickets if not ticket.is_aborted]
         self.engine.statistics.num_failed_prompts += bool(tickets) and contents is None
         for ticket in tickets:
             self._add(ticket, contents)
-            contents = None  # the others share what the first one has
+            contents = None  # the others share the first one's blocks

@@ -1,17 +1,17 @@
-"""Signals, and failures while a server starts, each reported in one sentence.
+"""Handle signals, and failures while a server starts; each is reported in one sentence.
 
-It is told to end (`ends_when_told`). While XLA compiles, Python's own handlers of signals wait, for
-minutes with a large model. So a thread hears of the signal (`signal.set_wakeup_fd`) and ends the
-process: there is no request yet.
+The server is told to end (`ends_when_told`). While XLA compiles, Python's own signal handlers wait,
+which takes minutes with a large model. So a thread receives the signal (`signal.set_wakeup_fd`) and
+ends the process: there are no requests yet.
 
-It is a supervisor's child, and the supervisor has died (`end_with_parent`): it ends as if told to.
+Its supervisor has died (`end_with_parent`). The server ends as if told to.
 
-There is not enough memory (`tells_of_memory`): the server ends with status 1, for there may be more
-when it is started again.
+There is not enough memory (`tells_of_memory`). The server ends with status 1, since there may be
+more memory after a restart.
 
-Compiled programs cannot be kept or read (`tells_of_cache`): the disk is full, or a process was
-killed while it wrote. JAX goes on without, warns of each program, and never writes a file again
-that is there, be it half of one.
+Compiled programs cannot be kept or read (`tells_of_cache`), because the disk is full or a process
+was killed while writing. JAX goes on without them, warns about each program, and never rewrites an
+existing file, even a truncated one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ POLL_SECONDS = 1.0  # between two checks of the parent
 def ends_when_told(name: str) -> Iterator[None]:
     """End this process with status 128 + n if signal n (SIGTERM, SIGINT) comes meanwhile.
 
-    Does nothing outside of the main thread, where Python takes no signals.
+    Does nothing outside the main thread, where Python receives no signals.
 
     Args:
-      name: what says so.
+      name: the program's name, for the message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -65,16 +65,16 @@ def ends_when_told(name: str) -> Iterator[None]:
         signal.set_wakeup_fd(previous)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(tells)  # which ends the thread
+        os.close(tells)  # ends the thread
         thread.join()
         os.close(hears)
 
 
 @contextlib.contextmanager
 def on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Have SIGTERM and SIGINT call a function meanwhile, and do nothing else.
+    """Make SIGTERM and SIGINT call a function meanwhile, and do nothing else.
 
-    Does nothing outside of the main thread, where Python takes no signals.
+    Does nothing outside the main thread, where Python receives no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -88,7 +88,7 @@ def on_signals(call: Callable[[], None]) -> Iterator[None]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process told to end when its parent has died: it would keep the devices."""
+    """End this process when its parent has died, or else it would keep the devices."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -99,7 +99,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End without joining threads: what they compile or read is no longer needed."""
+    """End this process without joining threads, whose work is no longer needed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -107,25 +107,25 @@ def end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def tells_of_memory(name: str) -> Iterator[None]:
-    """End this process with status 1 if there is not enough memory; `name` says so."""
+    """End this process with status 1 if there is not enough memory, with a message by `name`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         if not isinstance(error, MemoryError) and not reason.startswith("RESOURCE_EXHAUSTED"):
-            raise  # another error of XLA's
+            raise  # a different XLA error
         print(f"{name}: error: not enough memory: {reason}", file=sys.stderr, flush=True)
         end_process(1)
 
 
 def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callable[[str], bool]:
-    """Make a filter for JAX's warnings about compiled programs in a folder, which it also repairs.
+    """Make a filter for JAX's warnings about a folder of compiled programs, which also repairs it.
 
     Args:
       directory: the folder.
-      tell: is called with a sentence, once for reading and once for writing.
+      tell: called with a sentence, once for reading and once for writing.
 
-    Returns: a function of a warning's text, which says whether it is such a warning.
+    Returns: a function that takes a warning's text and returns whether it is such a warning.
     """
     told: set[str] = set()
 
@@ -137,7 +137,7 @@ def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callab
         for path in Path(directory).glob("*-cache"):
             if path.name.startswith(f"{program}-") and not _is_whole(path):
                 with contextlib.suppress(OSError):
-                    path.unlink()  # so that it is written again
+                    path.unlink()  # so that JAX writes it again
         if what not in told:
             told.add(what)
             done = "read from" if what == "reading" else "kept in"
@@ -148,7 +148,7 @@ def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callab
 
 
 def watch_cache(directory: str | Path) -> None:
-    """Have `tells_of_cache` see this process's warnings from now on."""
+    """Pass this process's warnings through `tells_of_cache` from now on."""
     shown = warnings.showwarning
     take = tells_of_cache(directory, lambda text: print(text, file=sys.stderr, flush=True))
 
@@ -161,9 +161,9 @@ def watch_cache(directory: str | Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of a compiled program can be decompressed, as JAX does it."""
+    """Whether a compiled program's file can be decompressed, as JAX does it."""
     for module in ("zlib", "zstandard", "compression.zstd"):
-        with contextlib.suppress(Exception):  # each its own, and of modules that are not there
+        with contextlib.suppress(Exception):  # their own errors, and errors of missing modules
             importlib.import_module(module).decompress(path.read_bytes())
             return True
     return False

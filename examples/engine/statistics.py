@@ -33,33 +33,33 @@ class Histogram:
 
 @dataclasses.dataclass
 class Peak:
-    """The most that was in use at a time."""
+    """The most that was in use at one time."""
 
     rows: int = 0  # sequences running
-    cache_bytes: int = 0  # held blocks and states, over all layers
+    cache_bytes: int = 0  # blocks and states in use, over all layers
     ids: dict[str, int] = dataclasses.field(default_factory=dict)  # by pool
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Everything since the engine was made. Written by the engine only."""
+    """Totals since the engine was created. Only the engine writes them."""
 
     num_requests: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of sequences that have their first token
     num_new_tokens: int = 0
-    num_computed_tokens: int = 0  # run through the model, those of preempted sequences again
+    num_computed_tokens: int = 0  # run through the model, including again after a preemption
     num_reused_tokens: int = 0  # of prompts, found in the prefix cache
     num_received_prompts: int = 0  # read by another engine
     num_received_tokens: int = 0
     num_received_bytes: int = 0
-    num_failed_prompts: int = 0  # prompts that no other engine could be had to read
+    num_failed_prompts: int = 0  # prompts that no other engine could read
     num_preemptions: int = 0
-    num_drafted_chunks: int = 0  # rows of steps that had drafts
+    num_drafted_chunks: int = 0  # rows of steps that had draft tokens
     num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0  # of the drafted ones
+    num_accepted_tokens: int = 0  # of the draft tokens
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    host_seconds: float = 0.0  # of steps, before the device is called and after it has answered
+    host_seconds: float = 0.0  # of steps, before the device is called and after it has returned
     device_seconds: float = 0.0  # in between
     peak: Peak = dataclasses.field(default_factory=Peak)
     queue_seconds: Histogram = dataclasses.field(default_factory=Histogram)
@@ -69,17 +69,17 @@ class Statistics:
 
     @property
     def host_share(self) -> float:
-        """The share of all steps' time in which the device had nothing to do."""
+        """The share of all steps' time in which the device was idle."""
         return self.host_seconds / ((self.host_seconds + self.device_seconds) or 1)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens that a sequence got from a step with drafts of its own, on average; at least 1."""
+        """Mean tokens that a sequence got from a step with draft tokens for it; at least 1."""
         return 1 + self.num_accepted_tokens / (self.num_drafted_chunks or 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens, of all sequences together, per second of steps."""
+        """New tokens of all sequences per second of steps."""
         return self.num_new_tokens / ((self.host_seconds + self.device_seconds) or 1)
 
     def note_step(
@@ -103,7 +103,7 @@ class Statistics:
                 self.queue_seconds.add(now - sequence.arrived)
 
     def note_times(self, start: float, launched: float, done: float, end: float) -> None:
-        """Record when a step began, called the device, had its answer, and ended."""
+        """Record when a step began, called the device, got its result, and ended."""
         self.host_seconds += launched - start + end - done
         self.device_seconds += done - launched
 
@@ -117,7 +117,7 @@ class Statistics:
             self.num_reused_tokens += sequence.num_reused
 
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Record the outcome of a sequence's drafts in a step."""
+        """Record the outcome of a sequence's draft tokens in a step."""
         self.num_drafted_chunks += 1
         self.num_drafted_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -140,9 +140,9 @@ class Statistics:
 
 @dataclasses.dataclass(eq=False)
 class CompilationCounter:
-    """How many programs XLA has compiled since it was made, in any thread."""
+    """Counts the programs that XLA has compiled since it was created, in any thread."""
 
-    seconds: list[float] = dataclasses.field(default_factory=list)  # each took
+    seconds: list[float] = dataclasses.field(default_factory=list)  # that each program took
 
     @property
     def count(self) -> int:

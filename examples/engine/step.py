@@ -1,11 +1,11 @@
 """One step on the device: a jitted function that updates tables and caches in place.
 
-    tables  = append the blocks each sequence was given            (jattn.blocks)
+    tables  = append each sequence's new blocks                    (jattn.blocks)
     batch   = block tables and slots of the sequences in the step  (jattn.blocks)
     logits, caches = model.step(params, caches, batch)             (jattn.paged_attention)
     tokens  = sample(adjust(logits, history))
 
-The host sends some integers per sequence. Shapes are *buckets*: a step is
+The host sends a few integers per sequence. Shapes are *buckets*: a step is
 padded to the smallest one that holds it. All buckets are compiled before the first request.
 """
 
@@ -42,9 +42,9 @@ class Bucket:
     num_tokens: int  # T
     num_seqs: int  # B
     max_query_len: int  # 1: a decode step, of one token each; otherwise T, or 1 + num_drafts
-    num_drafts: int = 0  # of each sequence, at most
-    trees: bool = False  # they may be trees
-    scores: bool = False  # it finds log-probabilities of all T tokens
+    num_drafts: int = 0  # the most draft tokens per sequence
+    trees: bool = False  # draft tokens may form trees
+    scores: bool = False  # it computes log-probabilities of all T tokens
 
     def holds(self, plan: Sequence[Chunk]) -> bool:
         """Whether a step fits."""
@@ -64,22 +64,23 @@ def make_buckets(
     num_drafts: int = 0,
     trees: bool = False,
 ) -> tuple[Bucket, ...]:
-    """The shapes of a server's steps, smallest first.
+    """Return the shapes of a server's steps, smallest first.
 
-    Steps of few tokens are bound by reading the weights, and a factor of 4 between their sizes
-    wastes little; every bucket costs a compilation. Steps of many are bound by products. Where
-    requests arrive one by one, most steps have one prompt and the tokens of a few sequences: they
-    get sizes that are closer, and logits of few sequences.
+    Every bucket costs a compilation. Steps with few tokens are bound by reading the weights, so a
+    factor of 4 between their sizes wastes little. Steps with many are bound by products. If
+    requests arrive one by one, most steps have one prompt and the tokens of a few sequences: these
+    get sizes that are closer together, and logits of few sequences.
 
     Args:
-      limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
-      decode: sequences in decode steps; None: max_seqs, a half and so on, a quarter from 16 down.
-      mixed: tokens in other steps; None: token_budget, a half and so on, a quarter from 128 tokens
-        down, above max_seqs; of those between 128 and 512 also three quarters; and of 96, 80, 64,
-        48 and 32 those that are smaller, with an eighth as many sequences.
-      num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
-        tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
-      trees: drafts may be trees.
+      limits: what the buckets must hold: `max_seqs` decoding sequences, `token_budget` tokens.
+      decode: sequences in decode steps; None: max_seqs, then halved repeatedly, quartered from 16
+        down.
+      mixed: tokens in other steps; None: token_budget, then halved repeatedly, quartered from 128
+        tokens down, above max_seqs; sizes between 128 and 512 also at three quarters; and those of
+        96, 80, 64, 48 and 32 that are smaller, with an eighth as many sequences.
+      num_drafts: draft tokens per sequence. Further buckets have as many sequences as those of
+        `decode`, with tokens for all their drafts if the budget allows. 0: no such buckets.
+      trees: draft tokens may form trees.
     """
 
     def parts(largest: int, least: int, many: int) -> list[int]:
@@ -105,28 +106,28 @@ def make_buckets(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The host's input for a step. Every field is an array or a pytree of arrays."""
+    """The host's input to a step. Every field is an array or a pytree of arrays."""
 
     tokens: np.ndarray  # int32 [T]
     positions: np.ndarray  # int32 [T]
     rows: np.ndarray  # int32 [B], of the block tables; -1 in padding
     seq_lens: np.ndarray  # int32 [B], this step's tokens included
-    num_drafts: np.ndarray  # int32 [B], how many of them are drafts
+    num_drafts: np.ndarray  # int32 [B], how many of these are draft tokens
     tree_mask: np.ndarray | None  # bool [T, max_query_len], as `jattn.paged_attention` takes it
     query_start_loc: np.ndarray  # int32 [B + 1]
-    begins: np.ndarray  # bool [B]: the row's entries are all sent; what it held is void
+    begins: np.ndarray  # bool [B]: all entries of the row are sent and replace what it held
     new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, table width]: to append
-    new_counts: np.ndarray  # int32 [groups, B], how many of them are meant
+    new_counts: np.ndarray  # int32 [groups, B], how many of them are valid
     states: dict[str, StateIds]  # by group of recurrent layers
     sampling: SamplingRows
     adjustments: Adjustments
-    wants_likelihoods: np.ndarray  # bool []: of the tokens that are chosen
-    targets: np.ndarray  # int32 [T], the token after each, -1 where none is known
-    adapters: np.ndarray | None  # int32 [T], each token's, 0 for none; None: there can be none
+    wants_likelihoods: np.ndarray  # bool []: return log-probabilities of chosen tokens
+    targets: np.ndarray  # int32 [T], the token after each, -1 if unknown
+    adapters: np.ndarray | None  # int32 [T], each token's, 0 for none; None: no room for adapters
 
 
 def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
-    """Lay a plan out as the arrays of a bucket. New blocks count as sent."""
+    """Lay out a plan as the arrays of a bucket. New blocks count as sent."""
     num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs
     attention = [group.name for group in limits.groups if not group.is_state]
 
@@ -174,7 +175,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         following = sequence.following(chunk.start, chunk.stop)
         targets[begin : begin + len(following)] = following
     starts[len(plan) + 1 :] = end  # padded rows are empty
-    # As wide as a row: a sequence may begin with a long prefix that is cached already.
+    # As wide as a row: a sequence may begin with a long cached prefix.
     widths = [limits.table_width] * len(attention)
     new_blocks, new_counts = jb.pack_block_ids(new_ids, widths=widths, num_seqs=num_seqs)
     return Inputs(
@@ -200,12 +201,12 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
 
 
 def wants_likelihoods(plan: Sequence[Chunk]) -> bool:
-    """Whether a step's tokens are wanted with their log-probabilities."""
+    """Whether a step must return its tokens' log-probabilities."""
     return any(c.is_last and c.sequence.request.logprobs is not None for c in plan)
 
 
 def make_tables(limits: Limits) -> jb.BlockTables:
-    """Empty block tables for every attention group: a row for each sequence that may run."""
+    """Make empty block tables for every attention group, with a row per sequence that may run."""
     groups = [
         jb.BlockGroup(
             limits.block_size // group.context,
@@ -222,7 +223,7 @@ def make_tables(limits: Limits) -> jb.BlockTables:
 def make_batch(
     tables: jb.BlockTables, inputs: Inputs, bucket: Bucket, groups: Sequence[Group]
 ) -> tuple[jb.BlockTables, Batch]:
-    """The step's batch, after appending the new blocks to the tables."""
+    """Append the new blocks to the tables, and make the step's batch."""
     tables, _ = jb.append_block_ids(
         tables, inputs.rows, inputs.new_blocks, inputs.new_counts, overwrite=inputs.begins
     )  # never refused: a row is as wide as the longest sequence
@@ -231,7 +232,7 @@ def make_batch(
     rank = parallel.rank(parallel.CONTEXT)
     block_tables = jb.gather_block_tables(tables, inputs.rows, num_computed_tokens=first, rank=rank)
     places = inputs.positions
-    if bucket.trees:  # drafts lie where they are listed, whatever their positions
+    if bucket.trees:  # draft tokens are stored in listed order, whatever their positions
         order = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
         owner = jnp.searchsorted(starts[1:], order, side="right").astype(jnp.int32)
         places = order + (first - starts[:-1]).at[owner].get(mode="clip")
@@ -242,7 +243,8 @@ def make_batch(
         )
         for g, group in enumerate(groups)
     }
-    # After the last token before the drafts, and after each of them; if they are few, repeated.
+    # After the last token before the drafts, and after each draft token; the last one is repeated
+    # if there are fewer.
     last = starts[1:] - 1
     after = jnp.arange(1 + bucket.num_drafts, dtype=jnp.int32)[None]
     logit_tokens = jnp.minimum((last - inputs.num_drafts)[:, None] + after, last[:, None])
@@ -264,7 +266,7 @@ def make_batch(
 class Steps:
     """The compiled programs of a model, one per bucket.
 
-    The one that scores prompts holds logits of all of its tokens, and is compiled last, or when it
+    The program that scores prompts holds logits of all its tokens. It is compiled last, or when it
     is first needed.
     """
 
@@ -287,11 +289,11 @@ class Steps:
         Args:
           model, limits: what to compile for.
           buckets: the shapes of steps.
-          caches, tables, history: what the steps will be given, for their shapes.
-          check: the steps return their attention metadata, too, for `check`.
-          keep_logits: they return the logits, too.
-          quiet: no progress bar.
-          behind: compile two buckets, and the others in a thread.
+          caches, tables, history: arguments of the steps, used for their shapes.
+          check: the steps also return their attention metadata, for `check`.
+          keep_logits: they also return the logits.
+          quiet: show no progress bar.
+          behind: compile two buckets now, and the others in a thread.
         """
         self.limits = limits
         self.buckets = tuple(buckets)
@@ -314,12 +316,12 @@ class Steps:
 
     @property
     def programs(self) -> Mapping[Bucket, jax.stages.Compiled]:
-        """Those that are compiled."""
+        """The programs compiled so far."""
         return self._programs.ready
 
     @property
     def num_coming(self) -> int:
-        """How many more are being compiled."""
+        """How many programs are still to be compiled."""
         return self._programs.num_coming
 
     def close(self) -> None:
@@ -327,7 +329,7 @@ class Steps:
         self._programs.close()
 
     def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
-        """The smallest bucket that holds a plan and is compiled, or else the smallest to come."""
+        """Return the smallest compiled bucket that holds a plan, or else the smallest to come."""
         smallest = None
         for bucket in (*self.buckets, self._scoring):
             if bucket.holds(plan):
@@ -343,13 +345,13 @@ class Steps:
         Args:
           bucket: its shape.
           state: parameters, caches, tables and history; all but the first are donated.
-          inputs: what it computes.
+          inputs: the host's input.
 
         Returns: caches, tables, history, next tokens [B, 1 + drafts], logits [B, 1 + drafts,
-          vocabulary] (if they are kept), what was attended to (if it is checked),
-          log-probabilities: of the next tokens ("next", [B * (1 + drafts)]) and, from a bucket that
-          scores, of `inputs.targets` ("prompt", [T]); and, with MTP, the hidden states of the
-          tokens that they were chosen after [max_seqs, 1 + most drafts, E].
+          vocabulary] (if kept), attention metadata (if checked), log-probabilities, and with MTP
+          hidden states. The log-probabilities are of the next tokens ("next", [B * (1 + drafts)])
+          and, from a bucket that scores, of `inputs.targets` ("prompt", [T]). The hidden states are
+          of the tokens after which the next ones were chosen [max_seqs, 1 + most drafts, E].
         """
         return self._programs[bucket](*state, inputs)
 
@@ -361,10 +363,10 @@ class Steps:
         return step.lower(*self._state, pack([], bucket, self.limits))
 
     def check(self, attention: dict[str, jattn.AttentionMetadata]) -> None:
-        """Validate, on the host, the tables, lengths and slots that a step used.
+        """Validate on the host the tables, lengths and slots that a step used.
 
         Raises:
-          ValueError: what is wrong with them.
+          ValueError: they are wrong.
         """
         for group in self.limits.groups:
             if not group.is_state:
@@ -393,12 +395,12 @@ class Steps:
                 likely["prompt"] = likelihoods(logits, inputs.targets, jnp.bool_(True))
                 logits = logits[last]
             asked, sampling = inputs.adjustments, inputs.sampling.of_next(choices)
-            if bucket.trees:  # a choice's place follows from its draft's depth
+            if bucket.trees:  # the depth of a draft token says which token is chosen after it
                 count = 1 + batch.positions.at[last].get(mode="clip")
                 sampling = dataclasses.replace(sampling, count=count)
             asked_next = asked.of_next(choices)
-            # No logits come out of a branch, where XLA would copy them. Into it go their columns,
-            # which are what a product with few tokens leaves (`layers.product`).
+            # The branches return no logits, because XLA would copy them. They take the logits'
+            # columns, the layout that a product with few tokens produces (`layers.product`).
             greedy, columns = likeliest(logits), logits.T
             tokens = jax.lax.cond(
                 jnp.any(asked_next.row >= 0) | jnp.any(sampling.temperature > 0),

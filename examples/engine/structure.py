@@ -3,9 +3,10 @@
     grammar = Grammars(tokenizer, ...).from_schema({"type": "object", ...})
     request = Request(prompt, 100, grammar=grammar)
 
-Before each token of such a sequence, the host finds the tokens with which its text can go on, as a
-bit mask, and sends it to the device, where the step chooses among them. The text ends when nothing
-can follow. llguidance (extra `serve`) does the finding; it is imported with the first grammar.
+Before each token of such a sequence, the host computes a bit mask of the tokens that its text
+allows next, and sends it to the device, where the step chooses among them. The text ends when
+nothing can follow. llguidance (extra `serve`) computes the masks; it is imported with the first
+grammar.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ class Grammars:
         stop_tokens: Sequence[int] = (),
         path: Path | None = None,
     ):
-        """Take the tokens from a tokenizer.
+        """Read a tokenizer's tokens.
 
         Args:
           tokenizer: says which bytes a token stands for, unless there is a `path`.
-          vocab_size: logits of the model.
-          stop_tokens: what ends a text; if there are none, a text ends where nothing can follow.
-          path: of a `tokenizer.json`, which is read instead, if there are stop tokens: llguidance
-            takes no further token than the file has.
+          vocab_size: the number of the model's logits.
+          stop_tokens: tokens that end a text; without any, a text ends where nothing can follow.
+          path: a `tokenizer.json` to read instead, if there are stop tokens: llguidance accepts no
+            tokens other than the file's.
         """
         import llguidance
 
-        ends = list(stop_tokens) or [vocab_size]  # the one more is never chosen
+        ends = list(stop_tokens) or [vocab_size]  # this extra token is never chosen
         size = max(vocab_size, *(end + 1 for end in ends))
         source = None if path and stop_tokens else _Source(tokenizer, size, ends)
         self._sizes = vocab_size, size
@@ -55,35 +56,35 @@ class Grammars:
         )
 
     def from_schema(self, schema: dict[str, Any]) -> Grammar:
-        """The texts that are JSON of a schema, without spaces between.
+        """Compile the grammar of a schema's JSON texts, without spaces between tokens.
 
         Raises:
-          ValueError: it is no schema, or has what llguidance does not know.
+          ValueError: it is not a schema, or has features that llguidance does not support.
         """
         options = {"whitespace_flexible": False}
         return self.compile(self._matcher.grammar_from_json_schema(schema, options))
 
     def from_regex(self, pattern: str) -> Grammar:
-        """The texts that a regular expression (of Rust's kind) matches from end to end.
+        """Compile the grammar of the texts that a regular expression (Rust's) matches entirely.
 
         Raises:
-          ValueError: it is none.
+          ValueError: it is not a regular expression.
         """
         return self.compile(self._matcher.grammar_from_regex(pattern))
 
     def compile(self, source: str) -> Grammar:
-        """The texts of a grammar in llguidance's own language, such as `Grammar.source`.
+        """Compile a grammar in llguidance's own language, such as `Grammar.source`.
 
         Raises:
-          ValueError: it is none, no text of a token or more follows it, or it is too complex.
+          ValueError: it is invalid, too complex, or allows no text of at least one token.
         """
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         grammar = Grammar(matcher, self._sizes, source)
         try:
-            # Here rather than in a step, for it may take seconds. Matchers share what is found and
-            # how much more may be: the second one fails if nothing is left.
+            # Here rather than in a step, because it may take seconds. Matchers share both the
+            # results and the budget for more: the second one fails if no budget is left.
             for _ in range(2):
                 grammar.matcher().allowed()
         except RuntimeError as error:
@@ -92,28 +93,28 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar. Sequences that follow it have a matcher each."""
+    """A compiled grammar. Each sequence that follows it has its own matcher."""
 
     def __init__(self, matcher: Any, sizes: tuple[int, int], source: str):
         self._matcher, self._sizes = matcher, sizes
-        self.source = source  # for another process to compile
+        self.source = source  # so that another process can compile it
 
     def matcher(self) -> Matcher:
-        """A text that begins."""
+        """Make a matcher for a new text."""
         return Matcher(self._matcher.deep_copy(), self._sizes)
 
 
 class Matcher:
-    """A text that follows a grammar, as far as it goes."""
+    """The state of a text that follows a grammar."""
 
     def __init__(self, matcher: Any, sizes: tuple[int, int]):
         self._matcher, self._sizes = matcher, sizes  # tokens of the model, and of the grammar
 
     def allowed(self) -> np.ndarray:
-        """The tokens that may follow: int32 [ceil(vocabulary / 32)], the lowest bit first.
+        """Return the tokens that may follow: int32 [ceil(vocabulary / 32)], the lowest bit first.
 
         Raises:
-          RuntimeError: there are none, or finding them takes too much.
+          RuntimeError: there are none, or computing them is too expensive.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -121,30 +122,30 @@ class Matcher:
         fill_next_token_bitmask(self._matcher, words)
         self._check()
         words = words[0, : -(-self._sizes[0] // 32)]
-        if not words.any():  # the text is complete, and the model has no token that says so
+        if not words.any():  # the text is complete, but the model has no stop token
             raise RuntimeError(NO_TOKEN)
         return words
 
     def accept(self, token: int) -> bool:
-        """Take the token that was chosen; whether the text is complete, and nothing can follow.
+        """Accept the chosen token; return whether the text is complete, so that nothing can follow.
 
         Raises:
-          RuntimeError: it is none of those allowed, or finding out takes too much.
+          RuntimeError: the token is not allowed, or checking it is too expensive.
         """
         self._matcher.consume_token(token)
-        self._check()  # a matcher that has failed has stopped, too
+        self._check()  # a failed matcher also counts as stopped
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]  # all of its state follows
+            reason = self._matcher.get_error().partition("\n")[0]  # its whole state follows
             if reason.startswith("NoExtension"):
                 raise RuntimeError(NO_TOKEN)
             raise RuntimeError(f"the grammar failed: {reason}")
 
 
 class _Source:
-    """A tokenizer as llguidance reads it."""
+    """A tokenizer with the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: Sequence[int]):
         self.eos_token_id, self.bos_token_id = ends[0], None
@@ -162,7 +163,7 @@ class _Source:
 def load_grammars(
     directory: Path, tokenizer: Tokenizer, vocab_size: int, stop_tokens: Sequence[int]
 ) -> Grammars | None:
-    """The compiler of grammars for a checkpoint, or None without llguidance."""
+    """Make the compiler of grammars for a checkpoint; None without llguidance."""
     if importlib.util.find_spec("llguidance") is None:
         return None
     path = directory / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""A server that is started again when it dies: `python -m examples.engine.serve --restarts 5`.
+"""Restart a server when it dies: `python -m examples.engine.serve --restarts 5`.
 
     supervisor    starts ----> server    loads the model, serves, dies     status 1, or a signal
                   pauses 1 s
@@ -7,9 +7,9 @@
 Clients are connected to the supervisor (`examples/engine/http/front.py`), so that their requests
 outlive the server.
 
-A server of several processes has a supervisor for each, on its host. Where one process dies, the
-others end too (`examples/engine/hosts.py`), so that all supervisors start theirs again, and the new
-ones join: it takes no word between the hosts. systemd, Kubernetes and Slurm do the same.
+In a server of several processes, each has its own supervisor on its host. If one process dies, the
+others end as well (`examples/engine/hosts.py`). All supervisors then restart theirs, and the new
+processes join, without messages between supervisors. systemd, Kubernetes and Slurm do the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from examples.engine.http.front import Front
 
-FIRST_PAUSE = 1.0  # seconds before the first restart; each is twice as long as the one before
+FIRST_PAUSE = 1.0  # seconds before the first restart, doubled with each
 LONGEST_PAUSE = 60.0
-STEADY = 600.0  # a server that has run for so many seconds is as good as new: counts begin again
+STEADY = 600.0  # once a server has run for this many seconds, restarts are counted anew
 WRONG_ARGUMENTS = 2  # the status of a server that would only die again
 
 
@@ -39,13 +39,14 @@ def supervise(
     steady: float = STEADY,
     front: Front | None = None,
 ) -> int:
-    """Run a command until it ends well; SIGTERM and SIGINT are passed on to it.
+    """Run a command until it succeeds, forwarding SIGTERM and SIGINT to it.
 
     Args:
-      command: what to run.
-      restarts: how often to start it again.
+      command: the command.
+      restarts: how often to restart it.
       pause: seconds before the first restart.
-      steady: seconds of running after which restarts and pauses are counted from the first again.
+      steady: seconds of running after which restarts and pauses are counted anew.
+      front: the proxy that its clients are connected to, if there is one.
 
     Returns: the command's last status; 0 if it was told to end and did, 128 + n if signal n ended
       it.
@@ -65,7 +66,7 @@ def supervise(
         count = 0
         while True:
             began = time.monotonic()
-            # In a group of its own, so that a terminal's interrupt comes once.
+            # In its own process group, so that a terminal's interrupt reaches it only once.
             server = subprocess.Popen(command, process_group=0)
             if told.is_set():
                 server.terminate()

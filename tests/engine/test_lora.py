@@ -136,7 +136,7 @@ def test_an_adapter_that_is_unloaded_stays_with_its_sequences(qwen3, tmp_path):
     b = engine.adapters["b"]
     engine.adapters.unload("b")
     c = write_adapter(tmp_path / "c", engine.adapters._base, seed=7, targets="proj")
-    with pytest.raises(ValueError, match=r"all of it is taken; 1 unloaded but used until"):
+    with pytest.raises(ValueError, match=r"all of it is taken; 1 unloaded but in use until"):
         engine.adapters.load("c", c)
     list(engine.stream())
     assert [sequence.chosen for sequence in live] == wanted
@@ -153,7 +153,7 @@ def test_what_cannot_be_loaded_or_unloaded(qwen3, tmp_path):
     with pytest.raises(ValueError, match=r"adapter 'x' is not loaded"):
         adapters.unload("x")
     for name in ("a", adapters.model.name):
-        with pytest.raises(ValueError, match=r"there is a model of this name"):
+        with pytest.raises(ValueError, match=r"a model of this name exists"):
             adapters.load(name, tmp_path)
     large = write_adapter(tmp_path / "large", adapters._base, rank=7)
     small = Adapters(adapters._base, ROOM)

@@ -246,7 +246,7 @@ def test_clients_ask_for_structure(engine, grammars, openai):
             ),
             ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs: Invalid type"),
             ({"structured_outputs": {"regex": "(("}}, "(?s)structured_outputs: .*unclosed group"),
-            ({"structured_outputs": {"lark": ""}}, "must be one of json, a schema, and regex"),
+            ({"structured_outputs": {"lark": ""}}, "must have either json, a schema, or regex"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 complete(prompt="x", extra_body=body, **options)
@@ -254,5 +254,5 @@ def test_clients_ask_for_structure(engine, grammars, openai):
     assert engine.statistics.num_drafted_tokens == 0
     with serving(engine) as address, openai_client(address) as client:
         more = {"structured_outputs": {"regex": "a"}}
-        with pytest.raises(openai.BadRequestError, match="takes llguidance"):
+        with pytest.raises(openai.BadRequestError, match="needs llguidance"):
             client.completions.create(prompt="x", extra_body=more, **options)

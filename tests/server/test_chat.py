@@ -96,7 +96,7 @@ def test_templates_see_what_a_request_adds():
     ],
 )
 def test_errors_of_a_template_are_reported(source, words):
-    with pytest.raises(ValueError, match=f"chat template refuses them: .*{words}"):
+    with pytest.raises(ValueError, match=f"chat template rejects them: .*{words}"):
         ChatTemplate({"default": source}).render(TALKS["one"])
 
 

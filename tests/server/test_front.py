@@ -266,7 +266,7 @@ def test_what_cannot_be_continued_ends_with_an_error(folder, monkeypatch):
     assert starts_in(folder) == 1 + 1 + 3 + 3
     assert [event["choices"][0]["text"][-2:] for event in differs[:-1]] == ["0 ", "1 ", "1 ", "3 "]
     assert differs[-1]["error"] == {
-        "message": "the server has died, and the next one writes another text",
+        "message": "the server has died, and the next one generates a different text",
         "type": "engine_error",
         "param": None,
         "code": None,

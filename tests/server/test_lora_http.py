@@ -157,7 +157,7 @@ def _check_unloading_in_use(
             code = refused.json()["error"]["code"]
             assert (refused.status_code, code) == (404, "model_not_found")
         status, words = client.change("load", "c", "c")
-        assert (status, "1 unloaded but used until their requests end" in words) == (400, True)
+        assert (status, "1 unloaded but in use until their requests end" in words) == (400, True)
         assert not asked.done()
         assert asked.result() == before
 
@@ -179,8 +179,8 @@ def _check_refused_loads(client: _Client, folder: Path) -> None:
         ("d", "empty", "empty: adapter_config.json cannot be read"),
         ("d", "no-tensors", "no-tensors: adapter_model.safetensors cannot be read"),
         ("d", "b", "there is room for 2, and all of it is taken"),
-        ("a", "b", "there is a model of this name"),
-        ("qwen3-tiny", "b", "there is a model of this name"),
+        ("a", "b", "a model of this name exists"),
+        ("qwen3-tiny", "b", "a model of this name exists"),
     ):
         status, found = client.change("load", name, path)
         assert (status, words in found, str(folder) in found) == (400, True, False), found
@@ -239,7 +239,7 @@ def test_an_adapter_gets_the_same_place_in_all_groups_or_none(tmp_path):
         group.use(name)
         assert change("unload", name)[0] == 200
     status, words = change("load", "c")
-    assert (status, "2 unloaded but used until their requests end" in words) == (400, True)
+    assert (status, "2 unloaded but in use until their requests end" in words) == (400, True)
     assert names() == [set(), set()]
     groups[1].scheduler.running.clear()
     assert change("load", "c")[0] == 200

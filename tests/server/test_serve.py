@@ -251,7 +251,7 @@ def test_texts_end_at_stop_strings(client):
         ({"prompt": "x", "n": 200}, "n is 200"),
         ({"prompt": "x", "stop": [""]}, "stop is ['']"),
         ({"prompt": "x", "stream": "yes"}, "stream is 'yes', but must be true or false"),
-        ({"prompt": "x", "suffix": "y"}, "suffix is 'y', which this server cannot do"),
+        ({"prompt": "x", "suffix": "y"}, "suffix is 'y', which this server does not"),
         ({"prompt": "x", "logprobs": 21}, "logprobs is 21, but must be in 0..20"),
         ({"prompt": "x", "logprobs": True}, "logprobs is True, but must be an integer"),
         ({"prompt": "x", "min_p": 2}, "min_p is 2, but must be in 0..1"),
@@ -268,7 +268,7 @@ def test_texts_end_at_stop_strings(client):
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of is 2, but must be at least n (3)"),
         ({"prompt": "x", "best_of": 200}, "and give at most 128 texts"),
         ({"prompt": "x", "max_tokens": 0, "logprobs": 1}, "max_tokens is 0"),
-        ({"prompt": ["x"] * 5, "n": 5}, "asks for 25 texts, but this server takes at most 24"),
+        ({"prompt": ["x"] * 5, "n": 5}, "asks for 25 texts, but this server generates at most 24"),
         ({"prompt": "x", "mood": "good", "n": 0}, "mood is not a field this server knows; n is 0"),
     ],
 )

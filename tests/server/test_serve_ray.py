@@ -68,7 +68,7 @@ serve_ray.main(sys.argv[1:])
         "--prefill-tokens=9": "--prefill-tokens is for engine.serve",
         "--role=prefill": "--role is for engine.serve: a replica reads and decodes",
         "--prefill-server=http://localhost:1": "--prefill-server is for engine.serve",
-        "--lora-folder=.": "--lora-folder is for engine.serve: replicas take adapters at the start",
+        "--lora-folder=.": "--lora-folder is for engine.serve: replicas load adapters at startup",
         "--restarts=3": "--restarts is for engine.serve: Ray replaces a replica that dies",
         "--restart-wait=3": "--restart-wait is for engine.serve",
         "--mesh=tensor=2,data=2": "but replicas replace data=N",

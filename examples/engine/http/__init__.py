@@ -1,1 +1,1 @@
-"""The engine behind HTTP, in the shapes of OpenAI's API."""
+"""The engine behind HTTP, with OpenAI's API."""

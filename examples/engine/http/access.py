@@ -1,6 +1,6 @@
-"""The handling of every HTTP request before and after it is answered: keys, CORS, counters.
+"""What surrounds the handling of every HTTP request: API keys, CORS, errors, counters.
 
-Errors have the shape of OpenAI's API, whatever raised them:
+All errors have the format of OpenAI's API, whatever raised them:
 
     {"error": {"message": ..., "type": ..., "param": null, "code": null}}
 """
@@ -41,13 +41,13 @@ PROTECTED = (
     "/detokenize",
     "/prefill",
 )  # paths that need the key, if there is one
-# Two and more names of an absolute path, which clients need not know; in quotes with any spaces.
-# URLs of other hosts, in the group, and fractions are none.
+# An absolute path's folders, which clients need not know; quoted paths may have spaces. URLs of
+# other hosts (the group) and fractions do not count.
 FOLDERS = re.compile(
     r"(\w+://[^\s/'\"()]\S*)|(?<=')/[^'\n]*/|(?<=\")/[^\"\n]*/|(?<![\w.\]])/(?:[^\s/:'\"()]+/)+"
 )
 ENGINE_FAILED = "engine_failed"  # the code of errors that end the process
-CLIENT_GONE = 499  # counted where a client left before it was answered
+CLIENT_GONE = 499  # counted if a client left before the response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Access:
 
     max_requests: int = 256  # completions that may wait and run at once
     max_body: int = 4 << 20  # bytes
-    body_seconds: float = 30.0  # in which headers must have arrived, and then the body
-    send_seconds: float = 60.0  # in which a client must go on reading
+    body_seconds: float = 30.0  # for the headers to arrive, and again for the body
+    send_seconds: float = 60.0  # how long a client may pause reading
     step_seconds: float = 300.0  # after which a step counts as hanging
-    drain_seconds: float = 30.0  # that requests have to finish when the server is told to end
-    api_key: str | None = None  # what paths of the model require as a bearer token
-    origins: tuple[str, ...] = ()  # whose pages may send requests; "*": all
+    drain_seconds: float = 30.0  # for requests to finish when the server is told to end
+    api_key: str | None = None  # bearer token that the model's paths require
+    origins: tuple[str, ...] = ()  # web origins that may send requests; "*": all
 
     def middleware(self, counts: collections.Counter, paths: tuple[str, ...]) -> list[Middleware]:
-        """The layers around an application; `counts` is by path and status."""
+        """Return the layers around an application; `counts` is by path and status."""
         return [Middleware(CountResponses, counts=counts, paths=paths), *self.guards()]
 
     def guards(self) -> list[Middleware]:
-        """The layers that say who may use it, and what a failure is answered with."""
+        """Return the layers that check access and turn failures into responses."""
         layers = []
         if self.origins:
             cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
@@ -86,9 +86,9 @@ def error_response(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    """An error in OpenAI's shape; `param` is the field it is about, `code` a name for it.
+    """Return an error in OpenAI's format; `param` is the field it concerns, `code` its name.
 
-    What went wrong in the server is told without the folders of its files, which its log has.
+    Messages of server errors omit the folders of its files; the log has them.
     """
     if status >= 500:
         message = without_folders(message)
@@ -102,10 +102,10 @@ def error_response(
 
 
 def parsed(body: bytes) -> Any:
-    """A body's JSON.
+    """Parse a body's JSON.
 
     Raises:
-      ValueError: it is none, or is nested too deeply.
+      ValueError: it is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(body)
@@ -114,7 +114,7 @@ def parsed(body: bytes) -> Any:
 
 
 def failure(error: Exception, param: str = "model") -> Response:
-    """The response to what a request raised: `ServerFullError`, a `ValueError` or a `RuntimeError`.
+    """Return the response to a request's `ServerFullError`, `ValueError` or `RuntimeError`.
 
     `param` is the field that names a model.
     """
@@ -132,18 +132,18 @@ def failure(error: Exception, param: str = "model") -> Response:
 
 
 def without_folders(text: str) -> str:
-    """A text whose absolute paths have only their last names: "/a/b/c.so" is ".../c.so"."""
+    """Shorten absolute paths in a text to their last names: "/a/b/c.so" becomes ".../c.so"."""
     return FOLDERS.sub(lambda found: found[1] or ".../", text)
 
 
 async def http_error(_: Request, error: Exception) -> Response:
-    """Answers Starlette's own refusals (404, 405), and ours."""
+    """Turn Starlette's HTTP errors (404, 405), and ours, into responses."""
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, error.detail, dict(error.headers or {}))
 
 
 async def read_body(http: Request, access: Access) -> bytes:
-    """The body of a request.
+    """Read the body of a request.
 
     Raises:
       HTTPException: it is compressed or too large, or takes too long.
@@ -168,7 +168,7 @@ async def read_body(http: Request, access: Access) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do some work, but give it up when the client goes away."""
+    """Do some work, but give up when the client disconnects."""
 
     async def client_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -186,7 +186,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 
 class AnswerFailures:
-    """Answers exceptions that no handler caught: Starlette would, outside of all layers."""
+    """Turns uncaught exceptions into responses, inside the other layers; Starlette's is outside."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -202,7 +202,7 @@ class AnswerFailures:
 
         try:
             await self.app(scope, receive, note_start)
-        except ClientDisconnect:  # amid the body
+        except ClientDisconnect:  # in the middle of the body
             pass
         except Exception as error:
             if has_begun or scope["type"] != "http":
@@ -213,7 +213,7 @@ class AnswerFailures:
 
 
 class RequireKey:
-    """Refuses requests to the model without the key."""
+    """Refuses requests to the model that lack the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.expected = app, f"Bearer {key}".encode()

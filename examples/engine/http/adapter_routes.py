@@ -1,11 +1,11 @@
-"""LoRA adapters that come and go while the server runs, with the paths and fields of vLLM.
+"""Load and unload LoRA adapters while the server runs, with vLLM's paths and fields.
 
     POST /v1/load_lora_adapter      {"lora_name": "poet", "lora_path": "poet"}
     POST /v1/unload_lora_adapter    {"lora_name": "poet"}
 
-Only with `--lora-folder`, and only from directories below that folder. The files are read while the
-engine goes on; then all of its groups take the adapter between two steps. After an unload no new
-request can name the adapter; those that have it finish with it, and keep its place until then.
+This needs `--lora-folder`, and only loads directories below that folder. The files are read while
+the engine runs; then all its groups take the adapter between two steps. After an unload no new
+request can name the adapter; running requests finish with it, and occupy its place until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from examples.engine.server import EngineThread
 from examples.models.lora import Lora, read_lora
 
 MAX_NAME_LENGTH = 128
-# Fields of vLLM's that this server lacks, with the values that change nothing.
+# vLLM's fields that this server does not support, with the values that change nothing.
 UNSUPPORTED: dict[str, tuple] = {
     "load_inplace": (None, False),
     "is_3d_lora_weight": (None, False),
@@ -40,30 +40,30 @@ class AdapterRoutes:
     """The handlers of the paths above."""
 
     def __init__(self, threads: Sequence[EngineThread], access: Access, folder: str | Path):
-        """Change the adapters of some engines.
+        """Serve requests that change the adapters of some engines.
 
         Args:
-          threads: run engines of one model and room.
+          threads: of engines with the same model and room.
           access: limits of requests.
-          folder: what lies below it may be loaded.
+          folder: adapters below it may be loaded.
         """
         self._threads, self._access = tuple(threads), access
         self._folder = Path(folder).resolve()
         self._lock = asyncio.Lock()  # one change at a time: places are the same in all groups
 
     def routes(self) -> list[Route]:
-        """Where the handlers are found."""
+        """Return the routes of the handlers."""
         return [
             Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
         ]
 
     async def load(self, http: HttpRequest) -> Response:
-        """Take one more adapter."""
+        """Load an adapter."""
         return await self._answer(http, self._load)
 
     async def unload(self, http: HttpRequest) -> Response:
-        """Forget an adapter."""
+        """Unload an adapter."""
         return await self._answer(http, self._unload)
 
     async def _answer(self, http: HttpRequest, change: Callable[[Any], Awaitable[str]]) -> Response:
@@ -92,7 +92,7 @@ class AdapterRoutes:
         return f"{name!r} added"
 
     async def _take(self, name: str, directory: Path) -> None:
-        """Read an adapter, and have every group take it into the same place, or none.
+        """Read an adapter and load it into the same place in every group, or in none.
 
         Raises:
           ValueError: the name is taken, no place is free in all groups, or it cannot be read.
@@ -132,7 +132,7 @@ class AdapterRoutes:
         return f"{name!r} removed"
 
     def _below(self, path: str) -> Path | None:
-        """A directory below the folder, links followed, or None."""
+        """Return a directory below the folder, after following links, or None."""
         try:
             found = (self._folder / path).resolve()
             is_below = found != self._folder and found.is_relative_to(self._folder)
@@ -142,17 +142,17 @@ class AdapterRoutes:
 
 
 def places(engine: Engine) -> tuple[set[int], set[Adapter]]:
-    """The places that an adapter could take, and unloaded adapters that still keep theirs."""
+    """Return the free places for adapters, and the unloaded adapters that still occupy theirs."""
     return engine.adapters.free(), engine.adapters.unloaded()
 
 
 def take_adapter(engine: Engine, name: str, lora: Lora, number: int) -> None:
-    """Load an adapter into a place that is free."""
+    """Load an adapter into a free place."""
     engine.adapters.load(name, lora, number=number)
 
 
 def drop_adapter(engine: Engine, name: str) -> None:
-    """Have no new request choose an adapter, if the engine has it."""
+    """Prevent new requests from choosing an adapter, if the engine has it."""
     if name in engine.adapters:
         engine.adapters.unload(name)
 

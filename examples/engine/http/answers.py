@@ -1,4 +1,4 @@
-"""Answers: what the choices of a request become, whole or as server-sent events."""
+"""Responses: the choices of a request, sent whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from examples.text import Tokenizer
 
 @dataclasses.dataclass
 class Text:
-    """A choice so far, or what came last of one."""
+    """A choice so far, or its newest part."""
 
     text: str = ""
     reason: str | None = None
-    # Tokens with their log-probabilities; of a prompt's first there is none.
+    # Tokens with their log-probabilities; a prompt's first token has none.
     tokens: list[tuple[int, Likelihood | None]] = dataclasses.field(default_factory=list)
-    offsets: list[int] = dataclasses.field(default_factory=list)  # where they begin, if asked for
-    num_echoed: int = 0  # of them, which are the prompt's
+    offsets: list[int] = dataclasses.field(default_factory=list)  # where tokens begin, if requested
+    num_echoed: int = 0  # how many of the tokens are the prompt's
 
     def add(self, other: Text) -> None:
-        """Add what follows."""
+        """Append the part that follows."""
         self.text += other.text
         self.reason = other.reason
         self.tokens += other.tokens
@@ -43,38 +43,38 @@ class Text:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens that were generated."""
+        """The mean log-probability of the generated tokens."""
         new = self.tokens[self.num_echoed :]
         found = [likelihood.logprob for _, likelihood in new if likelihood is not None]
         return sum(found) / max(len(found), 1)
 
 
 class Completion:
-    """The shape of `/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     prefix, whole, event = "cmpl", "text_completion", "text_completion"
 
     def choice(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Format a choice in a whole response."""
         end = {"finish_reason": text.reason, "logprobs": logprobs}
         return {"index": index, "text": text.text, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """The event before a choice's first text."""
+        """Return None: no event comes before a choice's first text."""
         return None
 
     def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
-        """Some more of a choice, in an event."""
+        """Format the next part of a choice, for an event."""
         return self.choice(index, text, logprobs)
 
     def logprobs(self, text: Text, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Log-probabilities of a text."""
+        """Format a text's log-probabilities."""
 
         def top(token: int, found: Likelihood) -> dict[str, float]:
             shown: dict[str, float] = {}
             pairs = (*found.alternatives, (token, found.logprob))
             for other, logprob in sorted(pairs, key=lambda pair: -pair[1]):
-                shown.setdefault(tokenizer.piece(other), logprob)  # of those with one spelling
+                shown.setdefault(tokenizer.piece(other), logprob)  # the first with this spelling
             return shown
 
         return {
@@ -86,27 +86,27 @@ class Completion:
 
 
 class Chat:
-    """The shape of `/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Format a choice in a whole response."""
         message = {"role": "assistant", "content": text.text, "refusal": None}
         end = {"finish_reason": text.reason, "logprobs": logprobs}
         return {"index": index, "message": message, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """The event before a choice's first text."""
+        """Format the event before a choice's first text."""
         return self._event(index, {"role": "assistant", "content": ""}, None, None)
 
     def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
-        """Some more of a choice, in an event."""
+        """Format the next part of a choice, for an event."""
         delta = {"content": text.text} if text.text else {}
         return self._event(index, delta, text.reason, logprobs)
 
     def logprobs(self, text: Text, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Log-probabilities of a text."""
+        """Format a text's log-probabilities."""
 
         def shown(token: int, logprob: float) -> dict[str, Any]:
             data = list(tokenizer.token_bytes(token))
@@ -129,21 +129,21 @@ class Chat:
 
 
 class Offsets:
-    """Where tokens begin in a text, in characters: those of one character where it does."""
+    """Where tokens begin in a text, in characters; tokens of one character begin where it does."""
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: bool, start: int = 0):
         self._decoder = tokenizer.decoder(special_tokens=special_tokens)
         self._length = start
 
     def next(self, token: int) -> int:
-        """Where the next token begins."""
+        """Return where the next token begins."""
         begin = self._length
         self._length += len(self._decoder.push(token))
         return begin
 
 
 class Answer:
-    """A response that works while it watches for the client to go away, and then gives up."""
+    """A response that is computed until its client disconnects, and then abandoned."""
 
     def __init__(
         self,
@@ -153,14 +153,14 @@ class Answer:
         model: str,
         tokenizer: Tokenizer,
     ):
-        """Prepare to answer.
+        """Prepare the response.
 
         Args:
           runner: runs the requests.
           asked: the requests.
-          shape: of the answer.
-          model: whose name is in it.
-          tokenizer: the model's.
+          shape: the response's format.
+          model: the model's name.
+          tokenizer: the model's tokenizer.
         """
         self._runner, self._asked, self._shape = runner, asked, shape
         self._tokenizer = tokenizer
@@ -172,7 +172,7 @@ class Answer:
         }
         self._num_new_tokens = 0
         self._offsets: dict[int, Offsets] = {}  # of candidates that have begun
-        self._begun = False  # the status is sent
+        self._begun = False  # whether the status was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -185,7 +185,7 @@ class Answer:
         await while_connected(receive, answer())
 
     async def _whole_or_events(self, send: Send) -> Response | None:
-        """The answer, or None after the last event was sent."""
+        """Return the response, or None after the last event was sent."""
         try:
             with self._runner.reserve(len(self._asked.requests)):
                 if self._asked.stream:
@@ -211,12 +211,12 @@ class Answer:
             if asked.num_choices < many:
                 candidates.sort(key=lambda text: -text.mean_logprob)
             chosen += candidates[: asked.num_choices]
-        if asked.shows_logprobs:  # many numbers, for whose text the event loop must not wait
+        if asked.shows_logprobs:  # formatting so many numbers must not block the event loop
             return await asyncio.to_thread(self._response, chosen)
         return self._response(chosen)
 
     def _response(self, chosen: list[Text]) -> Response:
-        """All choices. The text of each is made by itself: meanwhile no other thread can run."""
+        """Format all choices, one at a time because no other thread can run meanwhile."""
         choices = ",".join(
             _json(self._shape.choice(index, text, self._logprobs(text)))
             for index, text in enumerate(chosen)
@@ -226,13 +226,13 @@ class Answer:
         return Response(body, media_type="application/json")
 
     async def _send_events(self, send: Send) -> None:
-        """Send an event per token that makes text certain, and what ended each choice."""
+        """Send an event per token that makes text certain, and the reason why each choice ended."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         begun: set[int] = set()  # choices
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for index, text in outputs:
-                if not self._begun:  # with the first token: what fails before has its own status
+                if not self._begun:  # only now: failures before the first token have their status
                     self._begun = True
                     await send(start)
                 if index not in begun:
@@ -248,7 +248,7 @@ class Answer:
         await send_body(send, "data: [DONE]\n\n", more=False)
 
     async def _outputs(self) -> AsyncIterator[tuple[int, Text]]:
-        """The texts of all candidates as they come, each with the candidate's number."""
+        """Yield the texts of all candidates as they come, each with the candidate's number."""
         arriving: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
@@ -257,7 +257,7 @@ class Answer:
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
                         arriving.put_nowait((index, output))
-            except Exception as error:  # whatever it is: otherwise the client would wait forever
+            except Exception as error:  # any kind, or else the client would wait forever
                 arriving.put_nowait((index, error))
 
         tasks = [asyncio.create_task(follow(i)) for i in range(len(self._asked.requests))]
@@ -269,13 +269,13 @@ class Answer:
                     raise output
                 left -= output.finish_reason is not None
                 yield index, self._text_of(index, output)
-        finally:  # finished, failed, or the client has gone: no request is left running
+        finally:  # finished, failed or disconnected: leave no request running
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _text_of(self, index: int, output: Output) -> Text:
-        """The text that one output adds to its candidate; the first token brings the echo, too."""
+        """Return the text that an output adds to its candidate, preceded at first by the echo."""
         asked, text = self._asked, Text()
         is_first, special = index not in self._offsets, asked.requests[index].special_tokens
         if is_first and asked.echoes is not None:
@@ -311,15 +311,17 @@ class Answer:
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
         event = {**self._head, "choices": choices}
         if self._asked.include_usage:
-            event["usage"] = usage  # null but in the last event, as OpenAI has it
+            event["usage"] = usage  # null except in the last event, as in OpenAI's API
         return f"data: {_json(event, ascii=True)}\n\n"
 
 
 def _json(value: Any, *, ascii: bool = False) -> str:
-    """The JSON of an answer or a part of it; of events in ASCII, as some clients split more lines.
+    """Format a response, or part of one, as JSON.
+
+    Events are in ASCII, because some clients split lines at other characters.
 
     Raises:
-      RuntimeError: it has a log-probability that is not finite.
+      RuntimeError: a log-probability is not finite.
     """
     try:
         return json.dumps(value, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"))
@@ -328,5 +330,5 @@ def _json(value: Any, *, ascii: bool = False) -> str:
 
 
 async def send_body(send: Send, text: str, *, more: bool = True) -> None:
-    """Send some of a body, the last of it unless there is more."""
+    """Send part of a body: its end, unless there is `more`."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})

@@ -1,7 +1,7 @@
-"""An engine behind HTTP, in the shapes of OpenAI's API.
+"""An engine behind HTTP, with OpenAI's API.
 
     POST /v1/completions        text for a prompt, whole or as server-sent events
-    POST /v1/chat/completions   the next message of a conversation, likewise
+    POST /v1/chat/completions   the next message of a conversation, whole or as events
     GET  /v1/models             the model and its adapters, and /v1/models/{id}
     POST /tokenize              the tokens of a prompt or a conversation
     POST /detokenize            the text of tokens
@@ -11,9 +11,8 @@
     POST /v1/load_lora_adapter  and unload: `examples/engine/http/adapter_routes.py`
     /prefill                    prompts for other servers (`examples/engine/transfer/offers.py`)
 
-A client that goes away aborts its request. More requests than fit are answered with 429, wrong ones
-with 400 and every reason. `examples/engine/http/access.py` has the limits and what protects the
-server.
+A client that disconnects aborts its request. Requests beyond the limit get status 429; invalid ones
+get 400, with every reason. `examples/engine/http/access.py` has the limits and protects the server.
 """
 
 from __future__ import annotations
@@ -75,18 +74,18 @@ def make_app(
     lora_folder: str | Path | None = None,
     seed: int | None = None,
 ) -> Starlette:
-    """The application around an engine that has a tokenizer, or several of one model.
+    """Make the application for an engine with a tokenizer, or for several engines of one model.
 
     Args:
-      engines: which the application drives from now on.
+      engines: the engines, which the application drives from now on.
       access: limits, and who may use it.
       on_failure: called with the reason if an engine fails for good, or a step hangs.
-      chat_template: how the model writes conversations; None: it cannot.
-      grammars: compiles what texts are to follow; None: they cannot be made to.
-      remote: has prompts read by other servers; None: they are read here.
+      chat_template: how the model writes conversations; None: no conversations.
+      grammars: compiles the grammars of structured output; None: no structured output.
+      remote: sends prompts to other servers for prefill; None: they are read here.
       offers: keeps prompts that are read for other servers; None: none are.
       lora_folder: adapters below it may be loaded and unloaded over HTTP; None: none may.
-      seed: of the first request that names none; None: another one at each start.
+      seed: seed of the first request that has none; None: a different one at each start.
     """
     engines = [engines] if isinstance(engines, Engine) else engines
     engine = engines[0]
@@ -114,21 +113,21 @@ def make_app_of(
     on_failure: Callable[[str], None] = lambda reason: None,
     more_routes: Iterable[Route] = (),
 ) -> Starlette:
-    """The application around what runs requests.
+    """Make the application for any runner of requests.
 
     Args:
-      runner: runs them; the application starts and stops it.
-      served: what requests are read for.
+      runner: runs requests; the application starts and stops it.
+      served: the model, tokenizer and so on for which requests are read.
       access: limits, and who may use it.
       on_failure: called with the reason if the runner cannot go on.
-      more_routes: besides those that are always there.
+      more_routes: routes to add to the standard ones.
     """
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
     handlers = _Handlers(runner, access, counts, served)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        told = False  # of a failure
+        told = False  # whether the watchdog has reported a failure
         try:
             async with runner:
                 watchdog = asyncio.create_task(runner.watch(access.step_seconds, on_failure))
@@ -226,10 +225,10 @@ class _Handlers:
         return Answer(self.runner, asked, shape, name, self.served.tokenizer)
 
     async def _read(self, http: HttpRequest, read: Callable[[Any, ServedModel], Any]) -> Any:
-        """A body, parsed and checked: in a thread, as a large one must not delay other requests.
+        """Parse and check a body, in a thread because a large one must not delay other requests.
 
         Raises:
-          ValueError: it is wrong.
+          ValueError: it is invalid.
         """
         body = await read_body(http, self.access)
         try:
@@ -245,7 +244,7 @@ class _Handlers:
             "object": "model",
             "created": self.created,
             "owned_by": "jattn",
-            "root": model_id,  # not where its files are, which clients need not know
+            "root": model_id,  # not the path of its files, which clients need not know
             "parent": name if adapter else None,
             "max_model_len": length,
         }

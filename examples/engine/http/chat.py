@@ -1,9 +1,9 @@
-"""Chat templates: how a checkpoint writes a conversation as the text of one prompt.
+"""Chat templates, which write a conversation as the text of one prompt.
 
-A template is a Jinja program that comes with the checkpoint. It is rendered as transformers does in
+A template is a Jinja program that comes with the checkpoint. It is rendered as in transformers'
 `apply_chat_template`: in a sandbox, with `messages`, `tools`, `documents`, `add_generation_prompt`,
-the special tokens (`bos_token`...) and whatever a request adds, and with the functions
-`raise_exception` and `strftime_now`. Needs jinja2, which is imported with the first template.
+the special tokens (`bos_token`...), the variables that a request adds, and the functions
+`raise_exception` and `strftime_now`. It needs jinja2, which is imported with the first template.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class ChatTemplate:
     """A checkpoint's template."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str] = {}):
-        """Compile it.
+        """Compile the template.
 
         Args:
           sources: the templates by name: "default", and perhaps "tool_use" for requests with tools.
           special_tokens: by name, such as `bos_token`.
 
         Raises:
-          ValueError: it is no template.
+          ValueError: it is not a valid template.
         """
         import jinja2
 
@@ -51,16 +51,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Render the text of a conversation.
 
         Args:
-          messages: what was said, each with its `role`.
-          tools: what the model may call, described as OpenAI's API has it.
-          add_generation_prompt: end with what begins an answer.
-          variables: what the template may read in addition.
+          messages: the messages, each with its `role`.
+          tools: what the model may call, as described in OpenAI's API.
+          add_generation_prompt: end with the beginning of the assistant's message.
+          variables: further variables for the template.
 
         Raises:
-          ValueError: the template refuses them.
+          ValueError: the template rejects the messages.
         """
         name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
         given = {**self._special_tokens, **variables}
@@ -68,19 +68,19 @@ class ChatTemplate:
         given["add_generation_prompt"] = add_generation_prompt
         try:
             return self._templates[name].render({"documents": None, **given})
-        except Exception as error:  # whatever a program that came with a checkpoint raises
-            raise ValueError(f"messages: the chat template refuses them: {error}") from None
+        except Exception as error:  # a checkpoint's program may raise anything
+            raise ValueError(f"messages: the chat template rejects them: {error}") from None
 
 
 def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate | None:
-    """The template of a checkpoint, or None if it has none.
+    """Load a checkpoint's template; None if it has none.
 
-    It comes from `chat_template.jinja`, with more of them in `additional_chat_templates`, or else
+    It comes from `chat_template.jinja`, with further ones in `additional_chat_templates`, or else
     from `tokenizer_config.json`.
 
     Args:
-      directory: of the checkpoint.
-      path: a file to take instead.
+      directory: the checkpoint's directory.
+      path: a file to read instead.
 
     Raises:
       ValueError: it cannot be read, or jinja2 is missing.
@@ -99,13 +99,13 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
         sources = _named_templates(config.get("chat_template") or [])
         if sources is None:
             raise ValueError(
-                f"{directory}: chat_template in tokenizer_config.json must be a text, or a "
+                f"{directory}: chat_template in tokenizer_config.json must be a string, or a "
                 'list of {"name": ..., "template": ...}'
             )
     if not sources:
         return None
     if importlib.util.find_spec("jinja2") is None:
-        raise ValueError(f"{directory}: its chat template takes jinja2: pip install jinja2")
+        raise ValueError(f"{directory}: its chat template needs jinja2: pip install jinja2")
     names = {**_read_json(directory / "special_tokens_map.json"), **config}
     special = {
         name: token["content"] if isinstance(token, dict) else token
@@ -116,7 +116,7 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
 
 
 def _named_templates(given: Any) -> dict[str, str] | None:
-    """Templates by name from what a configuration has; None: it has something else."""
+    """Return a configuration's templates by name, or None if they are in another format."""
     if isinstance(given, str):
         return {DEFAULT: given}
     try:
@@ -136,12 +136,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up."""
+    """Set up Jinja as transformers does."""
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what an assistant said, for training: here it marks nothing."""
+        """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012
 

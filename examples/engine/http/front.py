@@ -1,16 +1,16 @@
-"""What clients of a server that may die are connected to: it lives in the supervisor's process.
+"""A proxy that keeps clients connected when the server dies; it runs in the supervisor's process.
 
     client --> front --> server      a Unix socket that only this user can reach
     client --> front      x          the server has died: its requests wait for the next one,
     client --> front --> server      and are sent again
 
-The answer to a request is a function of it, so it may be computed again. Of a whole answer the
-client has nothing before all of it is there. Of a stream it has events: those of the next server
-are compared with them, and go to the client from where the first server stopped. A stream that
-names no seed is given one here. If the events differ all the same, or no server comes back in time,
-or `TRIES` of them have died with the request, it is answered with an error.
+A response depends only on its request, so it can be computed again. The client receives a whole
+response only when it is complete. With a stream it has received events: the front compares the next
+server's events with them, and forwards those after the point where the first server stopped. The
+front adds a seed to a stream without one. If the events differ nevertheless, if no server comes
+back in time, or if `TRIES` servers have died with the request, the client gets an error.
 
-Of a group of processes only the first has a socket: where there is none, the front takes no port.
+In a group of processes only the first has a socket: without one, the front opens no port.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from examples.engine.http.listening import DrainingServer, listen
 from examples.engine.http.replies import Reply, ReplyLostError, ServerBusyError, passed_on
 from examples.engine.server import ServerFullError
 
-TRIES = 3  # of one request: what kills every server that gets it must not use up all restarts
-POLL_SECONDS = 0.1  # between two requests for a server's health
-BUSY_SECONDS = 1.0  # before a request that was under way is sent again to a full server
+TRIES = 3  # per request: one that kills every server must not use up all restarts
+POLL_SECONDS = 0.1  # between two health checks of a server
+BUSY_SECONDS = 1.0  # before a request in flight is sent again to a full server
 
 
 class UnavailableError(Exception):
@@ -56,22 +56,22 @@ class UnavailableError(Exception):
 
 
 class Front:
-    """Forwards requests, from a thread; a context manager, whose end is that of the requests."""
+    """Forwards requests, from a thread; leaving this context manager ends all requests."""
 
     def __init__(self, path: str, access: Access, wait_seconds: float):
         """Forward nothing yet.
 
         Args:
-          path: of the server's Unix socket.
+          path: the server's Unix socket.
           access: limits of requests, and who may send them.
-          wait_seconds: that a request waits for a server.
+          wait_seconds: how long a request waits for a server.
         """
-        self.refused: str | None = None  # why the address cannot be had
+        self.refused: str | None = None  # why the address is not available
         self._path, self._access, self._wait_seconds = path, access, wait_seconds
         self._reason = "the server is starting"  # why it is away
-        self._ended = False  # no server will come
-        self._told = False  # to end
-        self._settled = asyncio.Event()  # there is one, or none will come
+        self._ended = False  # whether no server will come any more
+        self._told = False  # whether it was told to end
+        self._settled = asyncio.Event()  # set if there is a server, or none will come
         self._num_waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._search: asyncio.Task | None = None
@@ -89,7 +89,7 @@ class Front:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Answer what is left with an error, as no server will come back."""
+        """End the remaining requests with an error, as no server will come back."""
         self.drain()
         self._ended = True
         self._call(self._end)
@@ -97,10 +97,10 @@ class Front:
             self._thread.join()
 
     def listen(self, host: str, port: int) -> None:
-        """Take requests once there is a server's socket, in a thread.
+        """Accept requests in a thread, once the server's socket exists.
 
-        If the address cannot be had, or the thread fails, `refused` says so, and this process is
-        told to end.
+        If the address is not available, or the thread fails, `refused` says why, and this process
+        is told to end.
         """
 
         def run() -> None:
@@ -122,12 +122,12 @@ class Front:
         self._thread.start()
 
     def drain(self) -> None:
-        """Take no more connections, and finish the requests there are."""
+        """Accept no more connections, and finish the current requests."""
         self._told = True
         self._server.should_exit = True
 
     def lost(self, reason: str) -> None:
-        """Search for the next server, as the one before has ended."""
+        """Wait for the next server, since this one has ended."""
         self._call(self._find_another, reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,24 +156,24 @@ class Front:
                     response = error_response(503, str(error), {"retry-after": "10"})
             except (ServerFullError, RuntimeError) as error:
                 response = failure(error)
-                if not isinstance(error, ServerFullError):  # OpenAI's client would try again twice
+                if not isinstance(error, ServerFullError):  # OpenAI's client would retry twice
                     response.headers["x-should-retry"] = "false"
             await reply.fail(response, scope, receive)
 
         await while_connected(receive, answer())
 
     async def _forward(self, request: httpx.Request, reply: Reply, *, waits: bool) -> None:
-        """Have a server answer, and the one after it if it dies.
+        """Send a request to a server, and to the next one if it dies.
 
         Args:
-          request: what is asked.
-          reply: what the client has of the answer.
-          waits: for a server that is away.
+          request: the request.
+          reply: the response, as far as the client has received it.
+          waits: whether to wait for a server that is away.
 
         Raises:
           UnavailableError: there is no server.
           ServerFullError: too many requests wait for one.
-          RuntimeError: too many servers have died, or their answers differ.
+          RuntimeError: too many servers have died, or their responses differ.
         """
         tries, busy_seconds = 0, 0.0
         while True:
@@ -182,7 +182,7 @@ class Front:
             await self._until_settled(is_new=tries == 0)
             tries += 1
             try:
-                # Not by a client, which would read redirects and keep cookies.
+                # Not through a client, which would follow redirects and keep cookies.
                 response = await self._transport.handle_async_request(request)
                 try:
                     return await reply.take(response, is_first=tries == 1)
@@ -198,10 +198,10 @@ class Front:
                 if isinstance(error, httpx.ConnectError):
                     if self._told:
                         raise UnavailableError("the server is shutting down") from None
-                    tries -= 1  # it did not get there
+                    tries -= 1  # the request did not reach it
                 if self._settled.is_set() and not self._ended:
-                    what = str(error) or type(error).__name__  # ReadError has no words
-                    self._find_another(f"the server does not answer: {what}")
+                    what = str(error) or type(error).__name__  # ReadError has no message
+                    self._find_another(f"the server does not respond: {what}")
                 if tries == TRIES:
                     raise RuntimeError(f"{TRIES} servers have died with the request") from None
 
@@ -227,9 +227,9 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        # A connection for each request: one that is kept may be closed as a request is sent.
+        # A connection per request: a kept one may close just as a request is sent.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # Without `verify` it would read certificates, which may not be there.
+        # Without `verify=False` it would read certificates, which may not exist.
         self._transport = httpx.AsyncHTTPTransport(
             uds=self._path, limits=limits, verify=False, trust_env=False
         )
@@ -252,7 +252,7 @@ class Front:
         self._search = asyncio.create_task(self._until_healthy())
 
     async def _until_healthy(self) -> None:
-        """Wait for a server, which listens before it compiles, and answers after that."""
+        """Wait for a server. It listens before it compiles, and responds only after that."""
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if (await self._client.get("http://localhost/health")).status_code == 200:
@@ -264,17 +264,17 @@ class Front:
         self._settled.set()
 
     def _call(self, function: Any, *arguments: Any) -> None:
-        """Call a function in the thread, if that has begun and not ended."""
+        """Call a function in the thread, if it is running."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def with_seed(body: bytes) -> bytes:
-    """The body of a request, with a seed if it has none, so that it has one answer."""
+    """Add a seed to a request's body if it has none, so that it has only one possible response."""
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # which the server says
+    except (ValueError, RecursionError):  # the server reports it
         return body
     if not isinstance(fields, dict) or fields.get("seed") is not None:
         return body

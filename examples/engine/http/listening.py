@@ -1,4 +1,4 @@
-"""Where a server listens, and how it ends: no more connections, and what it has is finished."""
+"""Listening sockets, slow clients, and a server that finishes its requests before it ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from examples.engine.http.access import Access
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections, which wait until they are served.
+    """Open a socket that accepts connections, which wait until they are served.
 
     Raises:
-      OSError: the address cannot be had. Its text has the address.
+      OSError: the address is not available; the message names it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -34,10 +34,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_at(path: str) -> socket.socket:
-    """A Unix socket, in place of one that a dead process has left.
+    """Open a Unix socket, replacing one that a dead process has left.
 
     Raises:
-      OSError: the path cannot be had.
+      OSError: the path is not available.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -48,10 +48,10 @@ def listen_at(path: str) -> socket.socket:
 
 
 class TimelyProtocol(H11Protocol):
-    """A connection that ends when its client is late, where uvicorn would wait forever.
+    """A connection that closes when its client is too slow, where uvicorn would wait forever.
 
-    The headers of a request may be late, however many bytes of them come, and so may the client's
-    reading: until it has read what is under way, its requests keep their place.
+    A client is too slow if it does not finish a request's headers in time, even if bytes keep
+    coming, or does not read: its requests keep their place until it has read what was sent.
     """
 
     def __init__(self, *given: Any, access: Access, **more: Any):
@@ -60,28 +60,28 @@ class TimelyProtocol(H11Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Wait for a request."""
+        """Start waiting for a request."""
         super().connection_made(transport)
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Take some of a request."""
+        """Receive part of a request."""
         super().data_received(data)
         self._time_headers()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wait for nothing more."""
+        """Stop all timers."""
         super().connection_lost(error)
         for what in list(self._timers):
             self._stop(what)
 
     def pause_writing(self) -> None:
-        """Wait for the client to read."""
+        """Start waiting for the client to read."""
         super().pause_writing()
         self._start("reading", self._access.send_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called when it has read enough."""
+        """Stop waiting: the client has read enough."""
         super().resume_writing()
         self._stop("reading")
 
@@ -100,7 +100,7 @@ class TimelyProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that gives up requests which outlast its end."""
+    """A server that gives up requests which take too long when it ends."""
 
     def __init__(
         self, application: Starlette, access: Access, log_level: str, *, access_log: bool = True
@@ -118,12 +118,12 @@ class DrainingServer(uvicorn.Server):
         self._application, self._seconds = application, access.drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called when the server is told to end."""
+        """Finish requests, or give them up when their time is over; uvicorn calls this."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._seconds, self._application.state.give_up)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-            # asyncio would wait for the old one's threads, whose results are no longer needed.
+            # asyncio would wait for the old executor's threads, whose results are not needed.
             loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())

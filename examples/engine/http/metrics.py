@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A metric: its name, type and help, and samples, each with what follows the name."""
+    """A metric: its name, type, help and samples, each with its suffix and labels."""
 
     name: str
     kind: str
@@ -22,12 +22,12 @@ class Family:
 
 
 def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
-    """Every metric, with its help and type; `responses` counts them by path and status."""
+    """Format every metric; `responses` counts HTTP responses by path and status."""
     return text_of([*families(engine), http(responses)])
 
 
 def joined(found: Sequence[Sequence[Family]]) -> list[Family]:
-    """The metrics of several engines as one: their labels tell them apart."""
+    """Join the metrics of several engines, whose labels differ."""
     return [
         dataclasses.replace(same[0], samples=[s for family in same for s in family.samples])
         for same in zip(*found, strict=True)
@@ -35,7 +35,7 @@ def joined(found: Sequence[Sequence[Family]]) -> list[Family]:
 
 
 def text_of(families: Iterable[Family]) -> str:
-    """Metrics in Prometheus' format."""
+    """Format metrics for Prometheus."""
     lines = []
     for family in families:
         lines.append(f"# HELP jattn_{family.name} {family.text}")
@@ -45,52 +45,52 @@ def text_of(families: Iterable[Family]) -> str:
 
 
 def http(responses: Mapping[tuple[str, int], int]) -> Family:
-    """HTTP responses, by path and status."""
+    """Return the metric of HTTP responses, by path and status."""
     samples = [(_labels(path=path, status=s), n) for (path, s), n in sorted(responses.items())]
     return Family("http_requests_total", "counter", "HTTP requests, by path and status.", samples)
 
 
 def families(engine: Engine, **labels: object) -> list[Family]:
-    """Every metric of an engine, with labels for all samples."""
+    """Return every metric of an engine, with the given labels on all samples."""
     done, scheduler = engine.statistics, engine.scheduler
     counters = {
-        "requests_received": (done.num_requests, "Requests taken."),
+        "requests_received": (done.num_requests, "Requests accepted."),
         "prompt_tokens": (done.num_prompt_tokens, "Tokens of prompts that were read."),
         "generated_tokens": (done.num_new_tokens, "Tokens generated."),
         "computed_tokens": (done.num_computed_tokens, "Tokens run through the model."),
         "prefix_cache_hit_tokens": (done.num_reused_tokens, "Prompt tokens found in the cache."),
         "received_prompts": (done.num_received_prompts, "Prompts that another server has read."),
-        "received_tokens": (done.num_received_tokens, "Tokens of such prompts."),
-        "received_bytes": (done.num_received_bytes, "Bytes of their caches."),
+        "received_tokens": (done.num_received_tokens, "Tokens of received prompts."),
+        "received_bytes": (done.num_received_bytes, "Bytes of received prompts' caches."),
         "failed_prompts": (done.num_failed_prompts, "Prompts that no other server could read."),
         "preemptions": (done.num_preemptions, "Times a sequence gave up its blocks."),
         "steps": (done.num_steps, "Steps run."),
-        "drafted_chunks": (done.num_drafted_chunks, "Rows of steps that had drafts."),
-        "drafted_tokens": (done.num_drafted_tokens, "Drafts verified."),
-        "accepted_tokens": (done.num_accepted_tokens, "Drafts accepted."),
+        "drafted_chunks": (done.num_drafted_chunks, "Rows of steps that had draft tokens."),
+        "drafted_tokens": (done.num_drafted_tokens, "Draft tokens verified."),
+        "accepted_tokens": (done.num_accepted_tokens, "Draft tokens accepted."),
         "host_seconds": (done.host_seconds, "Time in steps outside the jitted call."),
         "device_seconds": (done.device_seconds, "Time in steps inside the jitted call."),
     }
     gauges = {
         "requests_running": (len(scheduler.running), "Sequences running."),
         "requests_waiting": (len(scheduler.waiting), "Sequences waiting."),
-        "programs_compiled": (len(engine.steps.programs), "Shapes of steps that are compiled."),
-        "programs_coming": (engine.steps.num_coming, "Shapes that are still being compiled."),
+        "programs_compiled": (len(engine.steps.programs), "Step shapes compiled."),
+        "programs_coming": (engine.steps.num_coming, "Step shapes still to be compiled."),
         "cache_bytes": (engine.cache_bytes, "Bytes of all caches."),
-        "accepted_length": (done.accepted_length, "Mean tokens per row of a step with drafts."),
+        "accepted_length": (done.accepted_length, "Mean tokens per row with draft tokens."),
         "tokens_per_second": (done.tokens_per_second, "Tokens generated per second of steps."),
-        "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states that are held."),
+        "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states in use."),
     }
     if (host := engine.host_cache) is not None:
         counters |= {
             "host_cache_stored": (host.num_stored, "Evicted blocks copied to host memory."),
-            "host_cache_returned": (host.num_returned, "Blocks that came back from there."),
+            "host_cache_returned": (host.num_returned, "Blocks copied back from host memory."),
             "host_cache_dropped": (host.num_dropped, "Blocks that host memory had no room for."),
         }
         gauges |= {
             "host_cache_blocks": (len(host), "Blocks in host memory."),
-            "host_cache_used_bytes": (host.used_bytes, "Bytes of them."),
-            "host_cache_bytes": (host.max_bytes, "Bytes there is room for."),
+            "host_cache_used_bytes": (host.used_bytes, "Bytes of blocks in host memory."),
+            "host_cache_bytes": (host.max_bytes, "Host memory available for blocks, in bytes."),
         }
     where = _labels(**labels)
     found = [
@@ -108,12 +108,12 @@ def families(engine: Engine, **labels: object) -> list[Family]:
     ]
     pools = [(_labels(**labels, pool=name), pool) for name, pool in scheduler.pools.items()]
     used, size = ([(at, getattr(p, n)) for at, p in pools] for n in ("num_used", "num_blocks"))
-    found.append(Family("blocks_used", "gauge", "Blocks, or states, that are held.", used))
-    found.append(Family("blocks", "gauge", "Blocks, or states, there are.", size))
+    found.append(Family("blocks_used", "gauge", "Blocks, or states, in use.", used))
+    found.append(Family("blocks", "gauge", "Blocks, or states, in the pool.", size))
     for name, histogram, text in (
         ("queue", done.queue_seconds, "From arrival to the first step."),
         ("time_to_first_token", done.first_token_seconds, "From arrival to the first token."),
-        ("time_per_output_token", done.next_token_seconds, "Mean of a request, after its first."),
+        ("time_per_output_token", done.next_token_seconds, "Mean per request after the first one."),
         ("request", done.request_seconds, "From arrival to the end."),
     ):
         samples = list(_histogram(histogram, labels))

@@ -1,4 +1,4 @@
-"""Clients' messages, checked field by field and turned into requests."""
+"""Check the bodies of clients' requests field by field, and turn them into engine requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.engine.request import Request, Sampling, cut
 from examples.engine.structure import Grammar, Grammars
 from examples.text import Tokenizer
 
-# What OpenAI's API has and this server does not, with the values that ask for nothing.
+# Fields of OpenAI's API that this server lacks, with the values that request nothing.
 NOTHING_OF_COMPLETIONS: dict[str, tuple] = {"suffix": (None, "")}
 NOTHING_OF_CHAT: dict[str, tuple] = {
     "audio": (None,),
@@ -27,7 +27,7 @@ NOTHING_OF_CHAT: dict[str, tuple] = {
     "functions": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
+    "parallel_tool_calls": (None, True, False),  # there are no calls: models write text
     "prediction": (None,),
     "prompt_cache_options": (None, {}),
     "prompt_cache_retention": (None, "in_memory"),
@@ -53,41 +53,41 @@ OF_MESSAGES = {
 }
 OF_COMPLETIONS = KNOWN | OF_A_PROMPT | {"echo", "best_of"}
 OF_CHAT = KNOWN | OF_MESSAGES | {"max_completion_tokens", "top_logprobs"}
-OF_CHAT |= {"prompt_cache_key", "safety_identifier"}  # which have followed `user`
-NAMED_OF_SCHEMAS = {"name", "description", "strict"}  # which change nothing: all are followed
+OF_CHAT |= {"prompt_cache_key", "safety_identifier"}  # these replaced `user`
+NAMED_OF_SCHEMAS = {"name", "description", "strict"}  # these change nothing: schemas always hold
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
 MOST_STOP_TOKENS = 256
-MOST_CHARACTERS = 64  # for each token that fits: longer prompts are refused before they are encoded
+MOST_CHARACTERS = 64  # per token that fits: longer prompts are refused before they are encoded
 
 
 class ModelNotFoundError(ValueError):
-    """A request names a model that is not here."""
+    """A request names a model that this server does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What requests are read for: a model, its tokenizer, its chat template and its adapters."""
+    """A model, with its tokenizer, chat template and adapters, for which requests are read."""
 
     model: Model
     tokenizer: Tokenizer
-    max_len: int  # tokens of the longest sequence
+    max_len: int  # length of the longest sequence
     chat_template: ChatTemplate | None = None
-    grammars: Grammars | None = None  # None: texts cannot be made to follow one
+    grammars: Grammars | None = None  # None: no structured output
     adapters: Mapping[str, Adapter] = dataclasses.field(default_factory=dict)  # by name
-    # Seeds of requests that name none.
+    # Seeds for requests without one.
     seeds: Iterator[int] = dataclasses.field(default_factory=lambda: seeds_from(None))
 
     def adapter(self, name: Any) -> Adapter | None:
-        """The adapter of a name; None for the model's own name, or none.
+        """Return the adapter of this name; None for the model's own name, or for no name.
 
         Raises:
-          ModelNotFoundError: it is neither.
+          ModelNotFoundError: there is neither a model nor an adapter of this name.
         """
         if name is None or name == self.model.name:
             return None
-        # Read once: the engine's thread may unload it meanwhile.
+        # Read once, because the engine's thread may unload it at any time.
         if isinstance(name, str) and (adapter := self.adapters.get(name)) is not None:
             return adapter
         *names, last = map(repr, (self.model.name, *self.adapters))
@@ -101,16 +101,16 @@ class CheckedBody:
 
     requests: tuple[Request, ...]  # candidates of the first prompt, of the second...
     num_prompts: int
-    num_choices: int  # of each prompt, the likeliest candidates
+    num_choices: int  # returned per prompt: its likeliest candidates
     stream: bool
     include_usage: bool
     shows_logprobs: bool = False
-    echoes: tuple[str, ...] | None = None  # by prompt, its text, which comes first
-    only_echo: bool = False  # what the model writes is not given out
+    echoes: tuple[str, ...] | None = None  # each prompt's text, which comes first
+    only_echo: bool = False  # the model's text is not returned
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter of all of them."""
+        """The adapter of all requests."""
         return self.requests[0].adapter
 
     @property
@@ -120,7 +120,7 @@ class CheckedBody:
 
 
 def seeds_from(first: int | None) -> Iterator[int]:
-    """Seeds for requests that name none; None: they begin anywhere, and so differ at each start."""
+    """Return seeds for requests without one, counting from `first`, or from a random number."""
     return itertools.count(secrets.randbelow(2**32) if first is None else first)
 
 
@@ -128,8 +128,8 @@ def read_completions(body: Any, served: ServedModel) -> CheckedBody:
     """Turn the parsed body of `/v1/completions` into requests.
 
     Raises:
-      ModelNotFoundError: it is for another server.
-      ValueError: everything that is wrong with it.
+      ModelNotFoundError: this server does not have its model.
+      ValueError: it is invalid; the error lists every problem.
     """
     fields = Fields(body, OF_COMPLETIONS, NOTHING_OF_COMPLETIONS)
     served.adapter(fields.body.get("model"))
@@ -146,8 +146,8 @@ def read_chat(body: Any, served: ServedModel) -> CheckedBody:
     """Turn the parsed body of `/v1/chat/completions` into requests.
 
     Raises:
-      ModelNotFoundError: it is for another server.
-      ValueError: everything that is wrong with it.
+      ModelNotFoundError: this server does not have its model.
+      ValueError: it is invalid; the error lists every problem.
     """
     fields = Fields(body, OF_CHAT, NOTHING_OF_CHAT)
     served.adapter(fields.body.get("model"))
@@ -163,19 +163,19 @@ def read_chat(body: Any, served: ServedModel) -> CheckedBody:
 
 
 def read_tokenize(body: Any, served: ServedModel) -> list[int]:
-    """The tokens that the parsed body of `/tokenize` asks for: of a prompt, or of messages.
+    """Return the tokens that the parsed body of `/tokenize` asks for: of a prompt or of messages.
 
     Raises:
-      ModelNotFoundError: it is for another server.
-      ValueError: everything that is wrong with it.
+      ModelNotFoundError: this server does not have its model.
+      ValueError: it is invalid; the error lists every problem.
     """
     fields = Fields(body, {"model"} | OF_A_PROMPT | OF_MESSAGES, {})
     served.adapter(fields.body.get("model"))
     if fields.body.get("messages") is not None:
-        fields.refuse(OF_A_PROMPT, "is of a prompt, but there are messages")
+        fields.refuse(OF_A_PROMPT, "belongs to a prompt, but there are messages")
         prompts = _conversation(fields, served)
     else:
-        fields.refuse(OF_MESSAGES, "is of messages, but there are none")
+        fields.refuse(OF_MESSAGES, "belongs to messages, but there are none")
         if not isinstance(fields.body.get("prompt"), str):
             fields.problems.append("prompt must be a string")
         prompts = _prompts(fields, served)
@@ -184,11 +184,11 @@ def read_tokenize(body: Any, served: ServedModel) -> list[int]:
 
 
 def read_detokenize(body: Any, served: ServedModel) -> str:
-    """The text of the tokens in the parsed body of `/detokenize`.
+    """Return the text of the tokens in the parsed body of `/detokenize`.
 
     Raises:
-      ModelNotFoundError: it is for another server.
-      ValueError: everything that is wrong with it.
+      ModelNotFoundError: this server does not have its model.
+      ValueError: it is invalid; the error lists every problem.
     """
     fields = Fields(body, {"model", "tokens"}, {})
     served.adapter(fields.body.get("model"))
@@ -208,7 +208,7 @@ def _asked(
     logprobs: int | None,
     echo: bool = False,
 ) -> CheckedBody:
-    """A request for each candidate, from the fields that all kinds of completions have."""
+    """Make a request per candidate from the fields that all kinds of completions share."""
     count = fields.get("n", int, 1)
     candidates = fields.get("best_of", int, count)
     seed = fields.get("seed", int, None)
@@ -230,7 +230,8 @@ def _asked(
         )
     elif stream and candidates > count:
         fields.problems.append(
-            f"best_of is {candidates}, but a stream cannot take back what it sent: n is {count}"
+            f"best_of is {candidates}, but must equal n ({count}) in a stream, which cannot take "
+            "back what it sent"
         )
     for prompt in prompts:
         if len(prompt) + max_tokens > served.max_len:
@@ -241,7 +242,7 @@ def _asked(
     fields.finish()
     kept = 0 if logprobs is None and candidates > count else logprobs
 
-    def seed_of(choice: int) -> int:  # with a seed, that of the prompt if it were asked for alone
+    def seed_of(choice: int) -> int:  # with a seed, independent of the other prompts
         return (next(served.seeds) if seed is None else seed + choice) % 2**32
 
     try:
@@ -276,7 +277,7 @@ def _asked(
 
 
 def _includes_usage(fields: Fields, stream: bool) -> bool:
-    """Whether a stream says at its end how many tokens there were."""
+    """Whether a stream ends with its token counts."""
     given = fields.get("stream_options", dict, {})
     if given and not stream:
         fields.problems.append(f"stream_options is {cut(given)}, but needs stream")
@@ -287,7 +288,7 @@ def _includes_usage(fields: Fields, stream: bool) -> bool:
 
 
 def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
-    """The grammar of the text: OpenAI's `response_format`, or vLLM's `structured_outputs`."""
+    """Compile the text's grammar: OpenAI's `response_format` or vLLM's `structured_outputs`."""
     format = fields.get("response_format", dict, {})
     other = fields.get("structured_outputs", dict, {})
     schema, pattern = None, None
@@ -304,7 +305,7 @@ def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
     where = "structured_outputs" if other else "response_format"
     if schema is not None and other:
         fields.problems.append(
-            f"structured_outputs is {cut(other)}, but response_format already says what a text is"
+            f"structured_outputs is {cut(other)}, but must be absent if response_format is given"
         )
     match other:
         case {"json": dict(schema), **rest} if not rest:
@@ -313,12 +314,12 @@ def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
             pass
         case _ if other:
             fields.problems.append(
-                f"structured_outputs is {cut(other)}, but must be one of json, a schema, and regex"
+                f"structured_outputs is {cut(other)}, but must have either json, a schema, or regex"
             )
     if (schema is None and pattern is None) or fields.problems:
         return None
     if served.grammars is None:
-        fields.problems.append("structured output takes llguidance: pip install llguidance")
+        fields.problems.append("structured output needs llguidance: pip install llguidance")
         return None
     try:
         if pattern is not None:
@@ -330,7 +331,7 @@ def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
-    """How tokens are chosen; `Sampling` checks the ranges."""
+    """Read how tokens are chosen; `Sampling` checks the ranges."""
     bias = fields.get("logit_bias", dict, {})
     biases = []
     for token, value in bias.items():
@@ -358,7 +359,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
 def _stops(
     fields: Fields, served: ServedModel, special: bool
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The strings and tokens that end a text, which has special tokens or not."""
+    """Read the strings and tokens that end a text, which may or may not show special tokens."""
     model = served.model
     stops = fields.body.get("stop")
     stops = [] if stops is None or stops == "" else [stops] if isinstance(stops, str) else stops
@@ -387,7 +388,7 @@ def _stops(
 
 
 def _special_token(fields: Fields, served: ServedModel, stop: str, special: bool) -> int | None:
-    """The special token that a stop string names, if it does: others are found in the text."""
+    """Return the special token that a stop string names, if any; other strings match the text."""
     tokenizer = served.tokenizer
     tokens = tokenizer.encode(stop, special_tokens=False)
     found = [token for token in tokens if tokenizer.is_special(token)]
@@ -395,14 +396,14 @@ def _special_token(fields: Fields, served: ServedModel, stop: str, special: bool
         return found[0]
     if found and not special:
         fields.problems.append(
-            f"stop is {cut(stop)}, but must be a special token alone, or have none, unless "
-            "skip_special_tokens is false: they are in no text"
+            f"stop is {cut(stop)}, but must be a single special token or contain none, unless "
+            "skip_special_tokens is false, since texts have no special tokens"
         )
     return None
 
 
 def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
-    """One list of tokens per prompt: strings are encoded, lists of integers are tokens."""
+    """Return a list of tokens per prompt: strings are encoded, lists of integers are tokens."""
     prompt = fields.body.get("prompt")
     special_tokens = fields.get("add_special_tokens", bool, True)
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_a(prompt[0], int)):
@@ -430,7 +431,7 @@ def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
                 )
             tokens.append(one)
         else:
-            fields.problems.append("prompt must be a string, a list of tokens, or a list of those")
+            fields.problems.append("prompt must be a string, a list of tokens, or a list of these")
             break
     if not tokens and not fields.problems:
         fields.problems.append("prompt is an empty list")
@@ -438,7 +439,7 @@ def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
 
 
 def _is_short(fields: Fields, name: str, text: str, served: ServedModel) -> bool:
-    """Whether a text is worth encoding."""
+    """Whether a text is short enough to encode; note the problem if not."""
     most = MOST_CHARACTERS * served.max_len
     if len(text) > most:
         fields.problems.append(f"{name} has {len(text)} characters, but must have at most {most}")
@@ -446,7 +447,7 @@ def _is_short(fields: Fields, name: str, text: str, served: ServedModel) -> bool
 
 
 def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
-    """The one prompt that a conversation makes, if nothing is wrong with it."""
+    """Return the single prompt that a conversation makes, or none if it is invalid."""
     messages = fields.get("messages", list, [])
     tools = fields.get("tools", list, [])
     choice = fields.body.get("tool_choice")
@@ -454,7 +455,7 @@ def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
     begins_answer = fields.get("add_generation_prompt", bool, True)
     if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         fields.problems.append(
-            f"chat_template_kwargs has {', '.join(sorted(reserved))}, but must have other "
+            f"chat_template_kwargs has {', '.join(sorted(reserved))}, but must have only other "
             "variables: these are fields of the request"
         )
     if not 1 <= len(messages) <= MOST_MESSAGES:
@@ -466,8 +467,8 @@ def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
         fields.problems.append(f"tools is {cut(tools)}, but must be a list of objects")
     if choice not in (None, "none", "auto"):
         fields.problems.append(
-            f"tool_choice is {cut(choice)}, but must be 'none' or 'auto': tools stand in the "
-            "prompt, and what the model makes of them is text"
+            f"tool_choice is {cut(choice)}, but must be 'none' or 'auto': tools are part of the "
+            "prompt, and the model answers in text"
         )
     if served.chat_template is None:
         fields.problems.append(
@@ -489,7 +490,7 @@ def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
 
 
 def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
-    """A message as templates take it: its content is text, and arguments of calls are objects."""
+    """Convert a message for templates: its content is text, and arguments of calls are objects."""
     where = f"messages[{index}]"
     if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
         fields.problems.append(f"{where} is {cut(message)}, but must be an object with a role")
@@ -504,7 +505,7 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
                 f"{where}.content is {cut(content)}, but its parts must have the type text"
             )
     elif content is None and message.get("tool_calls"):
-        message["content"] = ""  # templates add it to other text
+        message["content"] = ""  # templates concatenate it with other text
     elif not isinstance(content, str):
         fields.problems.append(f"{where}.content is {cut(content)}, but must be a string")
     if calls := message.get("tool_calls"):
@@ -512,8 +513,8 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
             message["tool_calls"] = [_call(call) for call in calls]
         except (TypeError, KeyError, ValueError):
             fields.problems.append(
-                f"{where}.tool_calls is {cut(calls)}, but must be calls of functions with a name "
-                "and the JSON of an object as arguments"
+                f"{where}.tool_calls is {cut(calls)}, but must be function calls with a name and "
+                "a JSON object as arguments"
             )
     return message
 

@@ -1,10 +1,10 @@
-"""Answers on their way through the front, by one server or by several that die one after another.
+"""Responses on their way through the front, from one server or several that die one after another.
 
     first server      event event event x
-    next server       event event event event event      as many are compared, and not sent again
+    next server       event event event event event      the first ones are compared, not sent again
     client            event event event       event event
 
-Names and times of answers differ between servers: the client sees the first server's.
+Ids and times of responses differ between servers: the client sees the first server's.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from starlette.types import Receive, Scope, Send
 from examples.engine.http.access import ENGINE_FAILED
 from examples.engine.http.answers import send_body
 
-OF_ONE_CONNECTION = {  # headers that are not passed on, or that each server writes itself
+OF_ONE_CONNECTION = {  # headers that are not forwarded, or that each server writes itself
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization"),
     *(b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
 }
-OF_THE_FRONT = {b"date", b"server"}  # of answers
+OF_THE_FRONT = {b"date", b"server"}  # headers of responses that the front writes
 
 
 class ReplyLostError(Exception):
-    """The server has died before the end of an answer."""
+    """The server has died before the end of a response."""
 
 
 class ServerBusyError(Exception):
-    """The server is full, and the request was under way before it began."""
+    """The server is full, and the request was in flight before the server started."""
 
 
 @dataclasses.dataclass
 class Sent:
-    """What has been sent of a choice."""
+    """How much of a choice was sent."""
 
     num_events: int = 0
-    text: str = ""  # with END behind it, once there is a reason for its end
+    text: str = ""  # followed by END once the choice has a finish reason
 
 
 DONE = b"data: [DONE]"
 END = "\0"
-DIFFERS = "the server has died, and the next one writes another text"
+DIFFERS = "the server has died, and the next one generates a different text"
 
 
 class Reply:
-    """What a client has been sent, by one server or several."""
+    """What was sent to a client, by one server or several."""
 
     def __init__(self, send: Send):
         self._send = send
-        self._begun = False  # the status is sent
-        self._is_stream = False  # of events, which an error can end
-        self._head: dict[str, Any] = {}  # the first server's name of the answer
+        self._begun = False  # whether the status was sent
+        self._is_stream = False  # whether it is a stream of events, which an error can end
+        self._head: dict[str, Any] = {}  # the first server's id and time of the response
         self._sent: dict[int | None, Sent] = {}  # by choice; None: events without one
 
     async def take(self, response: httpx.Response, *, is_first: bool) -> None:
-        """Pass on an answer, from where the one before it ended.
+        """Forward a response, from where the previous one ended.
 
         Args:
-          response: of a server.
-          is_first: no server was sent the request before.
+          response: a server's response.
+          is_first: whether this is the first server that got the request.
 
         Raises:
           httpx.TransportError, ReplyLostError: it ends early.
           ServerBusyError: it says that the server is full.
-          RuntimeError: it is another than before.
+          RuntimeError: it differs from what was sent before.
         """
         kind = response.headers.get("content-type", "")
         if kind.startswith("application/json"):
@@ -91,11 +91,11 @@ class Reply:
                         {"type": "http.response.body", "body": part, "more_body": True}
                     )
             except httpx.TransportError:
-                raise RuntimeError("the server has died amid bytes") from None
+                raise RuntimeError("the server has died in the middle of a response") from None
             await send_body(self._send, "", more=False)
 
     async def fail(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """End with an error: as the whole answer, or as an event. Bytes just end too early."""
+        """End with an error, as the whole response or as an event. Other bodies just end early."""
         if not self._begun:
             await response(scope, receive, self._send)
         elif self._is_stream:
@@ -111,16 +111,16 @@ class Reply:
                 if passed := self._not_sent(event, seen):
                     await self._begin(response)
                     await send_body(self._send, f"{passed}\n\n")
-                if event == DONE:  # what ends later is the connection
+                if event == DONE:  # only the connection remains to be closed
                     return await send_body(self._send, "", more=False)
         await send_body(self._send, "", more=False)
 
     def _not_sent(self, event: bytes, seen: dict[int | None, Sent]) -> str | None:
-        """An event in the name of the first server, or None if one like it was sent before.
+        """Return an event with the first server's id, or None if its equal was sent before.
 
         Raises:
           ReplyLostError: it says that the engine has failed.
-          RuntimeError: it differs from the one that was sent.
+          RuntimeError: it differs from the event that was sent.
         """
         text = event.decode()
         if event == DONE:
@@ -165,7 +165,7 @@ class Reply:
 
 
 def passed_on(headers: list[tuple[bytes, bytes]], but: set[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers that are not of one connection only."""
+    """Return the headers that are not specific to one connection, without those in `but`."""
     named = [value for name, value in headers if name.lower() == b"connection"]
     left_out = {name.strip().lower() for value in named for name in value.split(b",")}
     left_out |= OF_ONE_CONNECTION | but
@@ -173,6 +173,6 @@ def passed_on(headers: list[tuple[bytes, bytes]], but: set[bytes]) -> list[tuple
 
 
 def has_failed(data: Any) -> bool:
-    """Whether an answer says that its engine cannot go on."""
+    """Whether a response says that its engine cannot go on."""
     error = data.get("error") if isinstance(data, dict) else None
     return isinstance(error, dict) and error.get("code") == ENGINE_FAILED
