@@ -98,7 +98,7 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def keep_likely(logits: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Set logits [B, vocabulary] to -inf for tokens less than `min_p` times as likely as the best."""
+    """Set logits [B, vocabulary] to -inf if less than `min_p` times as likely as the likeliest."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.where(logits >= best + jnp.log(min_p)[:, None], logits, -jnp.inf)
 

@@ -1,9 +1,8 @@
 """Read a Hugging Face checkpoint directory: `config.json` and one or more safetensors files.
 
-Tensors are read one at a time, converted on the host and put on the device, which compiles
-nothing and never holds the model twice. On a mesh of devices, what is read of a tensor are the
-parts that devices of this process hold. Weights in fp8 with a scale per block are decoded
-(`fp8.py`).
+Tensors are read one at a time, converted on the host and put on the device, which compiles nothing
+and never holds the model twice. On a mesh, only the parts of a tensor that this process's devices
+hold are read. Weights in fp8 with a scale per block are decoded (`fp8.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from examples.engine.mesh import DeviceMesh, Parameter
 from examples.models import fp8
 
-# Where a text model's parameters sit in checkpoints of it alone and of the whole model.
+# Prefixes of a text model's parameters in its own checkpoints and in those of a whole model.
 PREFIXES = (
     "model.language_model.",
     "language_model.model.",
@@ -35,35 +34,35 @@ PREFIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A parameter that a checkpoint may hold in parts, as one matrix per expert, or turned."""
+    """A parameter that a checkpoint may hold in parts, such as one per expert, or transposed."""
 
     parts: tuple[str, ...]  # names
-    put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # of the parts, as stored
-    # Parts that make one row (along the first axis) of the parameter, those of row 0 first; None:
-    # each part has a row of every row.
+    put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # joins the parts, as stored
+    # How many parts make one row (along the first axis) of the parameter, row 0's parts first;
+    # None: each part has all rows.
     parts_per_row: int | None = None
-    otherwise: Assembly | None = None  # where the checkpoint lacks these parts
+    otherwise: Assembly | None = None  # if the checkpoint lacks these parts
 
     def there(self, name: str, files: Container[str]) -> Assembly | None:
-        """The first assembly whose parts a checkpoint has; None: it stores the parameter as it is.
+        """Return the first assembly whose parts a checkpoint has; None: the parameter is whole.
 
         Args:
-          name: of the parameter.
-          files: names that the checkpoint has.
+          name: the parameter's name.
+          files: names in the checkpoint.
         """
         if all(part in files for part in self.parts) and (name not in files or name in self.parts):
             return self
         return self.otherwise and self.otherwise.there(name, files)
 
     def select(self, rows: slice) -> tuple[tuple[str, ...], slice]:
-        """The parts that hold some rows, and the rows to take of each."""
+        """Return the parts that hold some rows, and the rows to take from each."""
         if self.parts_per_row is None:
             return self.parts, rows
         begin, end, _ = rows.indices(len(self.parts) // self.parts_per_row)
         return self.parts[begin * self.parts_per_row : end * self.parts_per_row], slice(None)
 
 
-# Puts a parameter on one device or several, given its name and what reads a part of it, by slices.
+# Puts a parameter on one device or several, given its name and a function that reads a part of it.
 Place = Callable[[str, Callable[[tuple[slice, ...]], np.ndarray]], jax.Array]
 
 
@@ -73,9 +72,9 @@ class Checkpoint:
 
     directory: Path
     config: Mapping[str, Any]  # config.json, without what `block` says
-    stop_tokens: tuple[int, ...]  # what ends a text, from generation_config.json if it is there
-    files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
-    # Of parameters in fp8: where their scales are, in the same way, and of what blocks they are.
+    stop_tokens: tuple[int, ...]  # tokens that end a text, from generation_config.json if it exists
+    files: Mapping[str, tuple[Path, str]]  # parameter name: file, and its name there
+    # For parameters in fp8: where their scales are, likewise, and the size of their blocks.
     scales: Mapping[str, tuple[Path, str]] = dataclasses.field(default_factory=dict)
     block: tuple[int, int] | None = None
 
@@ -87,10 +86,10 @@ class Checkpoint:
         dtype: jnp.dtype,
         place: Place,
     ) -> jax.Array:
-        """A parameter from its parts.
+        """Assemble a parameter from its parts.
 
         Raises:
-          ValueError: it comes out in another shape, or the parts do not fit each other.
+          ValueError: the result has the wrong shape, or the parts do not fit each other.
         """
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -121,10 +120,10 @@ class Checkpoint:
         dtypes: Mapping[str, jnp.dtype],
         place: Place,
     ) -> dict[str, jax.Array]:
-        """The named parameters.
+        """Read the named parameters.
 
         Raises:
-          ValueError: which names are missing and which have another shape, all of them.
+          ValueError: parameters are missing or have the wrong shape; the error lists them.
         """
         problems = [f"{name} is missing" for name in sorted(set(shapes) - set(self.files))]
         by_file: dict[Path, list[str]] = {}
@@ -151,14 +150,14 @@ class Checkpoint:
         return arrays
 
     def _floats(self, name: str, value: np.ndarray) -> np.ndarray:
-        """A parameter's numbers.
+        """Return a parameter's numbers, after checking that they are floats.
 
         Raises:
-          ValueError: they are integers, which stand for others where weights are quantized.
+          ValueError: they are integers, which are codes in quantized weights.
         """
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
-                f"{self.directory}: {name} is of {value.dtype}, but must be of float32, float16, "
+                f"{self.directory}: {name} is {value.dtype}, but must be float32, float16, "
                 "bfloat16, or fp8 with a scale per block"
             )
         return value
@@ -166,7 +165,7 @@ class Checkpoint:
     def _part(
         self, name: str, tensors: Any, index: tuple[slice, ...], dtype: jnp.dtype
     ) -> np.ndarray:
-        """A part of a tensor as it is stored, or of one in fp8 as `dtype`."""
+        """Read a part of a tensor as stored, or in `dtype` if it is stored in fp8."""
         path, stored = self.files[name]
         if name not in self.scales:
             return _numbers(path, tensors, stored, index)
@@ -188,7 +187,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Find the config and the tensors of a checkpoint directory.
 
     Raises:
-      ValueError: what the directory lacks.
+      ValueError: the directory lacks a file, or a file is invalid.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -196,19 +195,19 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     config = read_json(directory / "config.json")
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
-    if single.is_file():  # where both are there, transformers reads this one too
+    if single.is_file():  # if both exist, transformers reads this one as well
         with _open(single) as tensors:
             where = dict.fromkeys(tensors.keys(), single)
     elif index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(type(x) is str for x in weight_map.values()):
-            raise ValueError(f"{index}: weight_map must say of each name which file it is in")
+            raise ValueError(f"{index}: weight_map must have a file name for each parameter")
         where = {name: directory / file for name, file in weight_map.items()}
     else:
-        raise ValueError(f"{directory}: neither {single.name} nor {index.name} is there")
+        raise ValueError(f"{directory} has neither {single.name} nor {index.name}")
     missing = sorted({path.name for path in where.values() if not path.is_file()})
     if missing:
-        raise ValueError(f"{directory}: {index.name} names files that are not there: {missing}")
+        raise ValueError(f"{directory}: {index.name} names files that do not exist: {missing}")
     files = {short_name(name): (path, name) for name, path in where.items()}
     scales, block = {}, fp8.block_size_of(config)
     if block is not None:
@@ -232,19 +231,19 @@ def load_parameters(
 
     Args:
       abstract: the model, whose parameter paths are the checkpoint's names.
-      checkpoint: where they are.
-      dtype: what to convert those to that are put together; the others have the model's.
-      unused: names the checkpoint may have and the model does without.
-      assemblies: parameters to put together where the checkpoint has their parts.
+      checkpoint: the opened checkpoint.
+      dtype: of assembled parameters; the others have the model's dtypes.
+      unused: names that the checkpoint may have but the model does not need.
+      assemblies: parameters to assemble if the checkpoint has their parts.
       mesh: where to put them; None: all on the default device.
-      local: the model, of shapes, of which every device of the mesh has one.
+      local: the model of shapes that each device of the mesh has.
 
     Returns:
-      `(graphdef, params)`, as `nnx.split` would give them: on a mesh, a device's own model, and the
-      parts of all of them.
+      `(graphdef, params)`, as from `nnx.split`: on a mesh, one device's model, and all devices'
+      parts.
 
     Raises:
-      ValueError: parameters that are missing, misshapen, or that the model would ignore.
+      ValueError: parameters are missing, have the wrong shape, or would be ignored by the model.
     """
     _, variables = _variables(abstract)
     graphdef, local_variables = _variables(abstract if local is None else local)
@@ -256,7 +255,7 @@ def load_parameters(
         whole, part = (_parameter(found[name][1]) for found in (variables, local_variables))
         return mesh.array(whole, part, read)
 
-    parts = {name.split(".")[0] for name in shapes}  # without towers for images and sound
+    parts = {name.split(".")[0] for name in shapes}  # without towers for images and audio
     candidates = {name: a.there(name, checkpoint.files) for name, a in (assemblies or {}).items()}
     separate = {name: assembly for name, assembly in candidates.items() if assembly is not None}
     known = {*shapes, *unused, *(part for assembly in separate.values() for part in assembly.parts)}
@@ -276,7 +275,7 @@ def load_parameters(
 
 
 def shapes_of(abstract: nnx.Module, local: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
-    """The shapes of a model's parameters by name, and of what a device has of each."""
+    """Return the shapes of a model's parameters by name, whole and as a device has them."""
     whole, part = (
         {name: _parameter(v) for name, (_, v) in _variables(m)[1].items()}
         for m in (abstract, local)
@@ -285,7 +284,7 @@ def shapes_of(abstract: nnx.Module, local: nnx.Module) -> dict[str, tuple[Parame
 
 
 def _variables(abstract: nnx.Module) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
-    """A model's structure, and its parameters' paths and variables by name."""
+    """Return a model's structure, and its parameters' paths and variables by name."""
     graphdef, state = nnx.split(abstract)
     flat = nnx.to_flat_state(state)
     return graphdef, {".".join(map(str, path)): (path, v) for path, v in flat}
@@ -304,12 +303,12 @@ def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), [])
     tokens = tuple(found if isinstance(found, list) else [found])
     if not all(type(token) is int for token in tokens):
-        raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be tokens")
+        raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be a token or a list")
     return tokens
 
 
 def short_name(name: str) -> str:
-    """A parameter's name without the path to the text model."""
+    """Return a parameter's name without the path to the text model."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     return name.removeprefix(prefix)
 
@@ -334,10 +333,10 @@ def _shape(path: Path, tensors: Any, name: str) -> tuple[int, ...]:
 
 
 def _numbers(path: Path, tensors: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor.
+    """Read a part of a tensor.
 
     Raises:
-      ValueError: the file lacks it, or ends before it, or it is in fp8 without scales.
+      ValueError: the file lacks it or is truncated, or it is in fp8 without scales.
     """
     try:
         part = tensors.get_slice(name)
@@ -349,15 +348,15 @@ def _numbers(path: Path, tensors: Any, name: str, index: tuple[slice, ...]) -> n
 
 
 def read_text(path: Path) -> str:
-    """A text file of a checkpoint.
+    """Read a text file of a checkpoint.
 
     Raises:
-      ValueError: why it cannot be read.
+      ValueError: it cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"{path.parent}: {path.name} is not there") from None
+        raise ValueError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -365,10 +364,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint.
+    """Read a JSON object of a checkpoint.
 
     Raises:
-      ValueError: why it cannot be read.
+      ValueError: it cannot be read.
     """
     try:
         found = json.loads(read_text(path))

@@ -1,4 +1,4 @@
-"""Check that a model computes what a config.json says."""
+"""Check that a model supports what a config.json asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTEGERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_h
 
 @contextlib.contextmanager
 def tells_of_config(where: object) -> Iterator[None]:
-    """Turn what reading a config raises, where no check has refused a value, into a `ValueError`.
+    """Turn errors from reading a config, for values that no check has refused, into a `ValueError`.
 
     Args:
       where: the checkpoint.
@@ -23,7 +23,8 @@ def tells_of_config(where: object) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{where}: config.json: a value that no such model has: {type(error).__name__}: {error}"
+            f"{where}: config.json: a value is invalid for this model: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -37,19 +38,19 @@ def check_config(
     layer_types: Iterable[str] = (),
     more: Callable[[], list[str]] = list,
 ) -> None:
-    """Refuse a `config.json` that a model would not compute as it says.
+    """Refuse a `config.json` that a model does not support.
 
     Args:
       config: the file.
-      model_types: the `model_type`s the model runs.
+      model_types: the `model_type`s that the model supports.
       integers: keys that must be integers of at least 0; `INTEGERS` must be at least 1.
-      only: the values the model knows of some keys, which may be absent.
+      only: the supported values of some keys, which may be absent.
       rope: what `rope_parameters` returned.
-      layer_types: the kinds of layer the model knows.
-      more: returns further problems, called only where there are none so far.
+      layer_types: the supported kinds of layer.
+      more: returns further problems; called only if there are none so far.
 
     Raises:
-      ValueError: everything that does not fit, at once.
+      ValueError: something does not fit; the error lists every problem.
     """
     if config.get("model_type") not in model_types:
         known = ", ".join(model_types)
@@ -72,7 +73,7 @@ def check_config(
             problems.append(f"{key} is {dtype!r}, but must be {' or '.join(DTYPES)}")
     if (quantization := config.get("quantization_config")) is not None:
         problems.append(
-            f"quantization_config is {quantization!r}, but weights must be plain, or have "
+            f"quantization_config is {quantization!r}, but weights must be unquantized, or have "
             "quant_method 'fp8' with fmt 'e4m3', weight_block_size [rows, columns] and "
             "activation_scheme 'dynamic'"
         )
@@ -80,7 +81,7 @@ def check_config(
     if layer_types and (given := config.get("layer_types")) is not None:
         known, count = sorted(layer_types), config.get("num_hidden_layers")
         if unknown := sorted(set(given) - set(known)):
-            problems.append(f"layer_types has {unknown}, but must be of {known}")
+            problems.append(f"layer_types has {unknown}, but must have only {known}")
         if len(given) != count:
             problems.append(
                 f"layer_types has {len(given)} entries, but num_hidden_layers is {count}"

@@ -2,8 +2,8 @@
 
     x = embed(tokens);   for each layer: x = layer(x);   logits = head(norm(x[logit tokens]))
 
-A *mixer* is what lets tokens of a sequence see each other: attention, or a recurrence. Every mixer
-is called as `mixer(x, step, caches) -> (y, caches)`. Parameter paths are a checkpoint's names.
+A *mixer* lets tokens of a sequence see each other: it is attention, or a recurrence. Every mixer is
+called as `mixer(x, step, caches) -> (y, caches)`. Parameter paths are a checkpoint's names.
 
 Axes: T tokens, H query heads, K KV heads, D head size, E hidden size.
 """
@@ -38,17 +38,17 @@ class Outline:
     max_positions: int
     tied: bool  # logits come from the embedding table
     eps: float  # of the norms
-    dtype: str  # what the file recommends to compute in
-    norm_offset: float = 0.0  # what is added to the norms' weights
+    dtype: str  # in which the file recommends to compute
+    norm_offset: float = 0.0  # added to the norms' weights
     ropes: tuple[Rope, ...] = ()  # all that the layers use
     recurrent: bool = False
-    num_devices: int = 1  # that share the weights of a layer, each with a part of them
+    num_devices: int = 1  # devices that share the weights of a layer, each with a part of them
     embedding_name: str = "embed_tokens"  # in checkpoints
     norm_name: str = "norm"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **others: Any) -> Outline:
-        """The outline of a config.json; `others` are fields that the family reads differently."""
+        """Read a config.json; `others` are fields that the family reads differently."""
         read = {
             "vocab_size": config["vocab_size"],
             "hidden_size": config["hidden_size"],
@@ -60,7 +60,7 @@ class Outline:
         return cls(**{**read, **others})
 
     def make_norm(self, size: int, dtype: jnp.dtype) -> RMSNorm:
-        """A norm as the model's layers have them."""
+        """Make a norm like those of the model's layers."""
         return RMSNorm(size, self.eps, dtype, offset=self.norm_offset)
 
 
@@ -69,10 +69,10 @@ class Config:
     """A checkpoint's configuration; families add fields and `from_hf`."""
 
     outline: Outline
-    layers: tuple[Any, ...]  # of each what `cache(dtype)` says it keeps
+    layers: tuple[Any, ...]  # each has `cache(dtype)`, which says what it caches
 
     def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """The cache of each layer; layers that keep nothing are left out."""
+        """Return the cache of each layer, without layers that cache nothing."""
         kept = {index: layer.cache(dtype) for index, layer in enumerate(self.layers)}
         return {index: cache for index, cache in kept.items() if cache is not None}
 
@@ -89,15 +89,15 @@ class Heads:
     scale: float | None = None  # of the logits; None: 1 / sqrt(head_dim)
     bias: bool = False  # of the projections
     norm: bool = False  # RMS norms of queries and keys
-    gate: bool = False  # the output times the sigmoid of a projection that q_proj makes too
-    sinks: bool = False  # a logit per head that joins the denominator only
+    gate: bool = False  # multiply the output by the sigmoid of a projection, which q_proj computes
+    sinks: bool = False  # a logit per head that joins only the denominator
     key_is_value: bool = False  # one projection makes both
     unit_values: bool = False  # values are divided by their RMS
     reads_layer: int | None = None  # attends to this layer's pages and keeps none
     context: int = 1  # devices that share the KV heads, and the tokens if there is no window
 
     def cache(self, dtype: str) -> AttentionCache | None:
-        """The layer's cache."""
+        """Return the layer's cache, if it has one."""
         if self.reads_layer is not None:
             return None
         dealt = self.context if self.window is None else 1
@@ -106,15 +106,15 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step's batch, and what all layers need of it."""
+    """One step's batch, and what all layers derive from it."""
 
     batch: Batch
     angles: Mapping[Rope | None, tuple[jax.Array, jax.Array]]
-    rows: recurrent.Rows | None  # whose token is whose, for recurrent layers
+    rows: recurrent.Rows | None  # each token's sequence, for recurrent layers
 
     @classmethod
     def of(cls, batch: Batch, outline: Outline) -> Step:
-        """A model's step."""
+        """Make a model's step."""
         angles, rows = {rope: rope.angles(batch.positions) for rope in outline.ropes}, None
         if outline.recurrent:
             rows = recurrent.ragged_rows(
@@ -145,7 +145,7 @@ class Attention(nnx.Module):
 
     @property
     def inputs(self) -> tuple[Linear, ...]:
-        """The layers that its input is multiplied with."""
+        """The layers whose weights multiply its input."""
         names = ("q_proj", "k_proj", "v_proj")
         return tuple(getattr(self, name) for name in names if hasattr(self, name))
 
@@ -176,16 +176,16 @@ class Attention(nnx.Module):
 
 
 def tokens_of_logits(batch: Batch) -> jax.Array | None:
-    """The tokens that the last layer computes after its mixer.
+    """Return the tokens that the last layer computes after its mixer.
 
-    None: all, since logits of all are wanted, or adapters are given for all.
+    None: all, because logits of all are wanted, or because adapters are given for all.
     """
     few = len(batch.logit_tokens) < len(batch.tokens) and batch.adapters is None
     return batch.logit_tokens if few else None
 
 
 def used_by(batch: Batch) -> padding.Used | None:
-    """The part of a step that is no padding, if the batch says so."""
+    """Return which part of a step is not padding, if the batch says so."""
     if batch.num_tokens is None:
         assert batch.num_logits is None, "num_logits needs num_tokens"
         return None
@@ -195,14 +195,14 @@ def used_by(batch: Batch) -> padding.Used | None:
 
 
 def pick(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Rows of x [T, ...], the nearest one where there is none; None: all."""
+    """Return rows of x [T, ...], clipping indices that are out of range; None: all rows."""
     return x if tokens is None else x.at[tokens].get(mode="clip")
 
 
 class DecoderLayer(nnx.Module):
     """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints.
 
-    Called with `only`, it computes these tokens after the mixer: no later layer needs others.
+    With `only`, it computes only these tokens after the mixer: no later layer needs others.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class CausalLM(nnx.Module):
             self.lm_head = Embedding(rows, size, dtype, **on)
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
+        """Return logits after `batch.logit_tokens`, float32 [B, vocabulary], and written caches."""
         only = tokens_of_logits(batch)
         x, caches = self.run_layers(batch, caches, only)
         last = pick(x, batch.logit_tokens) if only is None else x
@@ -251,7 +251,7 @@ class CausalLM(nnx.Module):
     def run_layers(
         self, batch: Batch, caches: Caches, only: jax.Array | None = None
     ) -> tuple[jax.Array, Caches]:
-        """The output of the last layer [T, E], or of the tokens `only`, and the written caches."""
+        """Return the last layer's output [T, E], or that of tokens `only`, and written caches."""
         embedding = getattr(self, self.outline.embedding_name)
         x, step = embedding(batch.tokens), Step.of(batch, self.outline)
         *others, last = self.layers
@@ -260,7 +260,7 @@ class CausalLM(nnx.Module):
         return last(x, step, caches, only)
 
     def head(self, hidden: jax.Array) -> jax.Array:
-        """Logits [R, vocabulary] in float32 of normed hidden states [R, E]."""
+        """Compute float32 logits [R, vocabulary] of normed hidden states [R, E]."""
         outline = self.outline
         table = getattr(self, outline.embedding_name) if outline.tied else self.lm_head
         return table.logits(hidden)
@@ -269,7 +269,7 @@ class CausalLM(nnx.Module):
 def make_attention_model(
     config: Config, make_mlp: Callable[[], nnx.Module], dtype: jnp.dtype
 ) -> CausalLM:
-    """A model, of zeros, all of whose layers attend: `config.layers` are `Heads`."""
+    """Make a model of zeros, all of whose layers attend: `config.layers` are `Heads`."""
     outline = config.outline
     layers = [
         DecoderLayer(outline, Attention(index, outline, heads, dtype), make_mlp(), dtype)
@@ -289,21 +289,21 @@ def load_causal_lm(
     unused: Callable[[Any], Iterable[str]] = lambda config: (),
     join: bool = False,
 ) -> Model:
-    """A checkpoint's parameters in a model, as the engine takes it.
+    """Load a checkpoint's parameters into a model for the engine.
 
     Args:
       read_config: turns config.json into the family's `Config`.
-      make: builds the model of such a config, of zeros; only its shapes are used.
-      checkpoint: where the parameters are.
-      dtype: what to convert them to and compute in; None: what config.json says.
-      mesh: the devices that share the model; None: the default one has all of it.
-      assemblies: parameters that such a checkpoint may hold in parts.
-      unused: names such a checkpoint may have and the model does without.
-      join: one product for layers with the same input (`joined.py`), on one device.
+      make: builds a model of zeros from a config; only its shapes are used.
+      checkpoint: the opened checkpoint.
+      dtype: the dtype to convert to and compute in; None: config.json's.
+      mesh: the devices that share the model; None: the default device has all of it.
+      assemblies: parameters that the checkpoint may hold in parts.
+      unused: names that the checkpoint may have but the model does not need.
+      join: on one device, use one product for layers with the same input (`joined.py`).
 
     Raises:
-      ValueError: a config of another model, parameters that do not fit it, or a mesh that it
-        cannot be divided among.
+      ValueError: the config is of a different model, the parameters do not fit it, or it cannot be
+        divided among the devices of the mesh.
     """
     with tells_of_config(checkpoint.directory):
         config = read_config(checkpoint.config)
@@ -319,13 +319,13 @@ def load_causal_lm(
     if join and mesh is None:
         params = joined.join(graphdef, params)
 
-    # The structure is closed over: an nnx module passed as an argument would be taken apart and
-    # hashed again at every step.
+    # The structure is closed over: an nnx module passed as an argument would be split and hashed
+    # again at every step.
     def model_of(params: Any, batch: Batch) -> nnx.Module:
         if not isinstance(params, lora.Adapted):
             return joined.merge(graphdef, params)
         model = joined.merge(graphdef, params.base)
-        if batch.adapters is not None:  # guesses are made without
+        if batch.adapters is not None:  # MTP guesses have none
             lora.attach(model, params, batch.adapters)
         return model
 

@@ -1,21 +1,22 @@
 """DeepSeek-V3: multi-head latent attention over one cache without values, and gated experts.
 
-A token leaves one row in the cache, whatever the number of heads: its latent `c` (512 numbers) and
-a rotated key `r` that all heads share (64). A head would expand the latent into its own keys and
-values, `k = [W_k c, r]` and `v = W_v c`. Absorbed, nothing is expanded: since
+A token has one row in the cache, whatever the number of heads: its latent `c` (512 numbers) and a
+rotated key `r` that all heads share (64). Conceptually, a head expands the latent into its own keys
+and values, `k = [W_k c, r]` and `v = W_v c`. With absorption, nothing is expanded: since
 
     q . k = q_nope . W_k c + q_rope . r = [W_k^T q_nope, q_rope] . [c, r]
     sum_j p_j v_j = W_v sum_j p_j c_j
 
 the heads attend with queries of 576 numbers to one KV head whose values are the first 512 numbers
 of its keys: `jattn.paged_attention` with `value_cache=None, value_dim=512` reads every row once for
-both. Queries come from a latent too: `q = W_qb norm(W_qa x)`.
+both. Queries also come from a latent: `q = W_qb norm(W_qa x)`.
 
 On a mesh each device has some of the heads and all of the cache, since every head reads every
 latent. Experts are chosen by sigmoids, corrected for balance, within some groups (`moe.Router`).
 
-The published checkpoints have fp8 weights (`fp8.py`), and after the last layer one that guesses the
-token after the next (`mtp.py`), with copies of the model's embedding and head, which are not read.
+The published checkpoints have fp8 weights (`fp8.py`), and after the last layer an MTP layer, which
+predicts the token after the next (`mtp.py`), with copies of the model's embedding and head, which
+are not read.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ONLY = {
     "moe_layer_freq": (1,),
     "rope_interleave": (True, None),
 }
-# Of the layer that guesses: our names by the published ones, and what is the model's own once more.
+# Of the MTP layer: our names by the published ones, and its copies of the model's own parameters.
 PREDICTOR = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
@@ -72,25 +73,25 @@ class LatentHeads:
     num_heads: int
     query_rank: int | None  # of the queries' latent; None: there is none
     rank: int  # of the keys' and values' latent
-    plain_dim: int  # of a head's query: what is not rotated
+    plain_dim: int  # the part of a head's query that is not rotated
     rotated_dim: int
     value_dim: int
     rope: Rope
-    scale: float  # of the logits: that of the expanded heads
-    context: int = 1  # devices that the tokens are dealt to
+    scale: float  # of the logits, as for the expanded heads
+    context: int = 1  # devices that the tokens are distributed over
 
     def cache(self, dtype: str) -> AttentionCache:
-        """The layer's cache: rows [c, r] of one head, 576 = 512 + 64 numbers."""
+        """Return the layer's cache: rows [c, r] of one head, 576 = 512 + 64 numbers."""
         dim = self.rank + self.rotated_dim
         return AttentionCache(1, dim, values_in_keys=True, context=self.context)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekConfig(PredictingConfig):
-    """A DeepSeek-V3 checkpoint's description of itself. Make one with `from_hf`."""
+    """The configuration of a DeepSeek-V3 checkpoint. Make one with `from_hf`."""
 
     num_dense: int  # layers without experts, which come first
-    intermediate_size: int  # of these
+    intermediate_size: int  # of the dense layers
     experts: ExpertSizes
 
     @classmethod
@@ -99,10 +100,10 @@ class DeepseekConfig(PredictingConfig):
 
         Args:
           config: the file.
-          mtp: the layer that guesses the token after the next one is wanted, too.
+          mtp: also include the MTP layer.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         rope = rope_parameters(config)
         check_config(config, ("deepseek_v3",), INTEGERS, ONLY, rope=rope)
@@ -143,7 +144,7 @@ class DeepseekConfig(PredictingConfig):
 class Expansion(nnx.Module):
     """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from the left and the right.
 
-    It is no `Linear`: what adapters add to a product of it would be lost.
+    It is not a `Linear`, because what adapters add to its product would be lost.
     """
 
     def __init__(self, heads: LatentHeads, dtype: jnp.dtype):
@@ -152,12 +153,12 @@ class Expansion(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((rows, heads.rank), dtype))
 
     def absorb(self, query: jax.Array) -> jax.Array:
-        """`W_k^T q_nope` [T, H, rank] of queries [T, H, plain]."""
+        """Compute `W_k^T q_nope` [T, H, rank] of queries [T, H, plain]."""
         weight = self._by_head()[:, : self.heads.plain_dim]
         return _einsum("thn,hnr->thr", query, weight).astype(query.dtype)
 
     def expand(self, latents: jax.Array) -> jax.Array:
-        """Values `W_v c` [T, H, values] of what heads have attended to, [T, H, rank]."""
+        """Compute values `W_v c` [T, H, values] from the heads' outputs [T, H, rank]."""
         weight = self._by_head()[:, self.heads.plain_dim :]
         return _einsum("thr,hvr->thv", latents, weight).astype(latents.dtype)
 
@@ -170,7 +171,7 @@ def _einsum(formula: str, *arrays: jax.Array) -> jax.Array:
 
 
 class LatentAttention(nnx.Module):
-    """One layer's attention, as the formula at the head of this file says."""
+    """One layer's attention, as in the formula at the top of this file."""
 
     def __init__(self, index: int, outline: Outline, heads: LatentHeads, dtype: jnp.dtype):
         self.index, self.heads = index, heads
@@ -213,7 +214,7 @@ class LatentAttention(nnx.Module):
         return self.o_proj(self.kv_b_proj.expand(out).reshape(num_tokens, -1)), caches
 
     def _rotate(self, x: jax.Array, step: Step) -> jax.Array:
-        """Of pairs that are next to each other, and come out half of the size apart."""
+        """Rotate pairs of adjacent elements, which end up half of the size apart."""
         turned = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(turned, step.angles[self.heads.rope])
 
@@ -236,7 +237,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
-    """The model, of zeros."""
+    """Make the model, of zeros."""
     outline, layers = config.outline, []
     for index, heads in enumerate((*config.layers, *([config.mtp] if config.mtp else []))):
         if index < config.num_dense:
@@ -251,7 +252,7 @@ def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
 
 
 def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
-    """The matrices that published checkpoints hold expert by expert."""
+    """Return assemblies of the matrices that published checkpoints store per expert."""
     parts, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
     paths = [f"layers.{index}" for index in range(config.num_dense, len(config.layers))]
     for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
@@ -260,7 +261,7 @@ def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
 
 
 def with_predictor(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint that has the layer after the last one under the names of `mtp.Predictor`.
+    """Rename the parameters of a checkpoint's MTP layer to those of `mtp.Predictor`.
 
     Raises:
       ValueError: there is no such layer.
@@ -268,8 +269,7 @@ def with_predictor(checkpoint: Checkpoint) -> Checkpoint:
     path = f"layers.{checkpoint.config.get('num_hidden_layers')}."
     if f"{path}eh_proj.weight" not in checkpoint.files:
         raise ValueError(
-            f"{checkpoint.directory}: has no layer that guesses (MTP): {path}eh_proj.weight is "
-            "missing"
+            f"{checkpoint.directory} has no MTP layer: {path}eh_proj.weight is missing"
         )
 
     def name_in_model(name: str) -> str:
@@ -294,13 +294,13 @@ def load(
     mtp: bool = False,
     join: bool = False,
 ) -> Model:
-    """The model of a checkpoint; arguments as for `load_model`."""
+    """Load the model of a checkpoint; arguments are as for `load_model`."""
 
     published = checkpoint.files
     checkpoint = with_predictor(checkpoint) if mtp else checkpoint
 
     def guessing(config: DeepseekConfig) -> list[str]:
-        """Published names of the layers after the last one, which guess tokens further on."""
+        """Return published names of the MTP layers, which come after the last layer."""
         more = range(len(config.layers), len(config.layers) + 8)
         prefixes = tuple(f"layers.{index}." for index in more)
         return [name for name in published if name.startswith(prefixes)]

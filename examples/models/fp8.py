@@ -1,11 +1,12 @@
-"""Weights in fp8 with a scale for each block, as DeepSeek and Qwen publish them.
+"""Weights in fp8 with a scale per block, as DeepSeek and Qwen publish them.
 
     W[i, j] = code[i, j] * scale_inv[i // R, j // C]        R, C: weight_block_size
 
-Codes are e4m3, in `NAME.weight`; scales are floats, in `NAME.weight_scale_inv`, for blocks of which
-the last ones may be cut. They are decoded when they are read, so that memory is that of the dtype
-the model computes in, and its products have inputs in that dtype: a server that rounds them to fp8
-gets other logits. Stacked matrices [..., rows, columns] have a scale for each block of each.
+Codes are e4m3, in `NAME.weight`; scales are floats, in `NAME.weight_scale_inv`, one per block,
+where the last blocks may be cut. Weights are decoded when read, so they take as much memory as the
+dtype that the model computes in, and its products have inputs in that dtype: a server that rounds
+these to fp8 gets different logits. Stacked matrices [..., rows, columns] have a scale per block of
+each matrix.
 
 https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/inference/kernel.py (weight_dequant)
 """
@@ -32,10 +33,10 @@ Index = tuple[slice, ...]
 
 
 def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that have a scale; None if weights are not of this kind.
+    """Return rows and columns of the blocks that have a scale; None for other weights.
 
     Args:
-      config: of the checkpoint.
+      config: the checkpoint's config.json.
     """
     given = config.get("quantization_config")
     if not isinstance(given, dict) or given.get("quant_method") != "fp8":
@@ -57,19 +58,19 @@ def read(
     block: tuple[int, int],
     dtype: jnp.dtype,
 ) -> np.ndarray:
-    """A part of a matrix, decoded.
+    """Read and decode a part of a matrix.
 
     Args:
       path: the safetensors file of the codes.
-      name: that they have in it.
-      index: the part, a slice for each axis, or for the first ones.
-      scales_shape: of all scales: must be [..., ceil(rows / R), ceil(columns / C)].
-      scales: reads a part of them.
+      name: the codes' name in it.
+      index: the part: a slice for each axis, or for the first ones.
+      scales_shape: of all scales; must be [..., ceil(rows / R), ceil(columns / C)].
+      scales: reads a part of the scales.
       block: R and C.
       dtype: of the result; products are float32, then rounded to it.
 
     Raises:
-      ValueError: the file has no e4m3 matrix of this name, or scales of other blocks.
+      ValueError: the file has no e4m3 matrix of this name, or the scales are for other blocks.
     """
     codes = _codes(path, name)
     counts = (-(-n // size) for n, size in zip(codes.shape[-2:], block, strict=True))
@@ -103,11 +104,11 @@ def decode(
     """Decode codes uint8 [n, m] into `out` [n, m], a row of blocks at a time.
 
     Args:
-      codes: of e4m3.
-      scales: float32, of the blocks that hold them.
-      starts: the row and the column, of the whole matrix, of the first code.
+      codes: e4m3 codes.
+      scales: float32, of the blocks that the codes are in.
+      starts: the first code's row and column in the whole matrix.
       block: R and C.
-      out: is written.
+      out: the array to write.
     """
     (row, column), (rows, columns) = starts, block
     for i, of_row in enumerate(scales):
@@ -118,7 +119,7 @@ def decode(
 
 
 def _codes(path: Path, name: str) -> np.ndarray:
-    """The codes of a matrix, uint8, of which nothing is read yet: NumPy's safetensors lack fp8."""
+    """Map a matrix's codes, uint8, without reading them: safetensors for NumPy lacks fp8."""
     status = os.stat(path)
     begin, header = _header(path, status.st_size, status.st_mtime_ns)
     entry = header.get(name, {})
@@ -133,7 +134,7 @@ def _codes(path: Path, name: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _header(path: Path, _size: int, _time: int) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of a file begin, and what it says of each."""
+    """Return where a file's tensors begin, and its header entries for them."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(length))

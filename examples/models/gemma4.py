@@ -1,9 +1,9 @@
 """The Gemma 4 text model in flax nnx, with its keys and values in paged caches.
 
-The modules hold parameters and nothing else. Caches are an argument and a result, a pytree that a
-jitted caller donates, so that writing a token changes its slot in place. Parameter paths are the
-names in a Hugging Face checkpoint, and linear weights keep its [out, in] layout, so that loading
-is a matter of names.
+The modules hold only parameters. Caches are an argument and a result: a pytree that a jitted caller
+donates, so that writing a token changes its slot in place. Parameter paths are the names in a
+Hugging Face checkpoint, and linear weights keep its [out, in] layout, so that loading is a matter
+of names.
 
 One decoder layer, for x [T, E] (norms are RMS norms with a weight, `v_norm` has none):
 
@@ -12,8 +12,8 @@ One decoder layer, for x [T, E] (norms are RMS norms with a weight, `v_norm` has
     x = x + post_per_layer_norm(project(gelu(gate_in(x)) * per_layer_input))   (some models)
     x = x * layer_scalar
 
-Axes: T tokens of all sequences one after another, B sequences, E hidden size, H query heads,
-K KV heads, D head size, L layers, P size of a layer's own embedding.
+Axes: T tokens of all sequences, concatenated, B sequences, E hidden size, H query heads, K KV
+heads, D head size, L layers, P size of a layer's own embedding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from examples.models.layers import Embedding, GatedMLP, Linear, gelu
 
 
 class DecoderLayer(nnx.Module):
-    """One layer, as the formula at the head of this file says."""
+    """One layer, as in the formula at the top of this file."""
 
     def __init__(self, index: int, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
         outline, layer_size = config.outline, config.per_layer_input_size
@@ -80,7 +80,7 @@ class Gemma4(nnx.Module):
         self.norm = outline.make_norm(size, dtype)
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
+        """Return logits after `batch.logit_tokens`, float32 [B, vocabulary], and written caches."""
         x, step = self.embed_tokens(batch.tokens), Step.of(batch, self.config.outline)
         layer_inputs = self._per_layer_inputs(batch.tokens, x)
         only = tokens_of_logits(batch)
@@ -92,7 +92,7 @@ class Gemma4(nnx.Module):
         return self._logits(self.norm(last)), caches
 
     def _per_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """A further input of each layer, [T, L, P]: its own embedding and a projection of x."""
+        """Compute each layer's further input [T, L, P]: its own embedding and a projection of x."""
         if not self.config.per_layer_input_size:
             return None
         shape = (tokens.shape[0], len(self.config.layers), self.config.per_layer_input_size)
@@ -102,7 +102,7 @@ class Gemma4(nnx.Module):
         return (projected + embedded) * jnp.asarray(2**-0.5, x.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """Softly capped float32 logits [B, vocabulary] from the embedding table, which is tied."""
+        """Compute softly capped float32 logits [B, vocabulary] from the tied embedding table."""
         logits = self.embed_tokens.logits(x)
         cap = self.config.final_logit_soft_cap
         return logits if not cap else cap * jnp.tanh(logits / cap)

@@ -1,16 +1,16 @@
-"""The configuration of a Gemma 4 checkpoint: `config.json` as a checked, frozen description.
+"""The configuration of a Gemma 4 checkpoint: `config.json`, checked and frozen.
 
 Gemma 4 has two kinds of layer. A *sliding* layer sees the last `sliding_window` tokens with small
-heads (D = 256); a *global* layer sees everything with large ones (D = 512). Around that there are
-four variations, each of which changes what a layer keeps in its cache:
+heads (D = 256); a *global* layer sees everything with large ones (D = 512). There are four
+variations of these, most of which change what a layer keeps in its cache:
 
 - the last `num_kv_shared_layers` layers own no cache: they attend to the pages of the last layer
   of their kind that does;
 - with `attention_k_eq_v` a global layer projects keys and values with one matrix, though what it
   stores still differs (keys are normalised with a weight and rotated, values are neither);
 - any layer may have its own `head_dim` and `num_key_value_heads` (`per_layer_config`; older files
-  say `global_head_dim` and `num_global_key_value_heads` instead);
-- each layer may be fed a small embedding of its own (`hidden_size_per_layer_input`).
+  have `global_head_dim` and `num_global_key_value_heads` instead);
+- each layer may have a small embedding of its own as input (`hidden_size_per_layer_input`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Gemma4Config(Config):
     """The text model of a Gemma 4 checkpoint. Make one with `from_hf`."""
 
     final_logit_soft_cap: float | None
-    per_layer_input_size: int  # 0: the layers have no embeddings of their own
+    per_layer_input_size: int  # 0: layers have no embeddings of their own
     per_layer_vocab_size: int
 
     def __post_init__(self) -> None:
@@ -72,17 +72,17 @@ class Gemma4Config(Config):
 
     @property
     def unused_parameters(self) -> set[str]:
-        """Projections that checkpoints carry for layers that read another layer's pages."""
+        """Projections that checkpoints have for layers that read another layer's pages."""
         names = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
         readers = (i for i, x in enumerate(self.layers) if x.heads.reads_layer is not None)
         return {f"layers.{index}.self_attn.{name}" for index in readers for name in names}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
-        """Read a Hugging Face `config.json`, of the text model or of the whole one.
+        """Read a Hugging Face `config.json`, of the text model or of the whole model.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         text = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         check_config(
@@ -114,7 +114,7 @@ class Gemma4Config(Config):
 
 
 def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """The decoder layers that the flat fields, their overrides and the sharing rule describe."""
+    """Build the decoder layers from the flat fields, their overrides and the sharing rule."""
     names = _layer_types(text)
     num_owners = len(names) - (text.get("num_kv_shared_layers") or 0)
     layers = []
@@ -129,7 +129,7 @@ def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
             geometry["head_dim"],
             window=text["sliding_window"] if kind == SLIDING else None,
             rope=Rope.from_hf(_rope_parameters(text)[name], geometry["head_dim"]),
-            scale=1.0,  # the norms of q and k have taken its place
+            scale=1.0,  # the norms of q and k replace it
             norm=True,
             key_is_value=key_is_value,
             unit_values=True,
@@ -141,7 +141,7 @@ def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _overrides(text: Mapping[str, Any], index: int, kind: str, key_is_value: bool) -> dict:
-    """One layer's differences from the flat fields, in the new spelling or the old one."""
+    """Read one layer's differences from the flat fields, in the new spelling or the old one."""
     if text.get("per_layer_config") is not None:
         per_layer = text["per_layer_config"]
         override = per_layer.get(str(index)) or per_layer.get(index) or {}
@@ -155,7 +155,7 @@ def _overrides(text: Mapping[str, Any], index: int, kind: str, key_is_value: boo
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer; by default each sixth is global, and the last always is."""
+    """Return the kind of every layer: by default each sixth is global, and the last always is."""
     names = text.get("layer_types")
     if names is None:
         count = text["num_hidden_layers"]
@@ -168,7 +168,7 @@ def _rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 
 def _problems(text: Mapping[str, Any]) -> list[str]:
-    """Problems with the layers' experts, sharing of pages and rotary positions."""
+    """Find problems with the layers' experts, sharing of pages and rotary positions."""
     found = []
     if text.get("enable_moe_block"):
         found.append(

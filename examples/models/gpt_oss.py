@@ -4,8 +4,8 @@
     x = x + sum over the chosen experts of share_e down_e((u + 1) g sigmoid(1.702 g)),
             g = min(gate, 7),  u = clip(up, -7, 7),  share = softmax over the chosen ones' logits
 
-Published checkpoints store the experts in MXFP4: blocks of 32 values of 4 bits that share a power
-of two. They are unpacked when read.
+Published checkpoints store the experts in MXFP4: blocks of 32 4-bit values that share a power of
+two. They are unpacked when read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from examples.models.moe import expert_dot, mix_experts
 from examples.models.rope import Rope, rope_parameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# The 16 values of 4 bits: a sign, two bits of exponent, one of mantissa.
+# The 16 4-bit values: a sign bit, two exponent bits, one mantissa bit.
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclasses.dataclass(frozen=True)
 class GptOssConfig(Config):
-    """A GPT-OSS checkpoint's description of itself. Make one with `from_hf`."""
+    """The configuration of a GPT-OSS checkpoint. Make one with `from_hf`."""
 
     intermediate_size: int
     num_experts: int
@@ -55,7 +55,7 @@ class GptOssConfig(Config):
         """Read a `config.json`.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         rope = rope_parameters(config, default_theta=150_000.0)
         quantization = config.get("quantization_config")
@@ -143,9 +143,9 @@ class MixtureOfExperts(nnx.Module):
 
 
 def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Matrices [E, out, in] from blocks uint8 [E, out, in / 32, 16] and scales [E, out, in / 32].
+    """Unpack blocks uint8 [E, out, in / 32, 16] and scales [E, out, in / 32] to [E, out, in].
 
-    The low four bits of a byte come first; a scale s stands for 2 ** (s - 127).
+    The low four bits of a byte come first; a scale s means 2 ** (s - 127).
     """
     blocks, scales = parts
     nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1)
@@ -155,18 +155,18 @@ def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def turned(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Matrices [E, out, in] from those [E, in, out] that transformers saves."""
+    """Transpose matrices [E, in, out], as transformers saves them, to [E, out, in]."""
     (weights,) = parts
     return weights.swapaxes(1, 2)
 
 
 def make(config: GptOssConfig, dtype: jnp.dtype) -> CausalLM:
-    """The model, of zeros."""
+    """Make the model, of zeros."""
     return make_attention_model(config, lambda: MixtureOfExperts(config, dtype), dtype)
 
 
 def packed_experts(config: GptOssConfig) -> dict[str, Assembly]:
-    """The matrices, which published checkpoints hold in MXFP4, and others with axes exchanged."""
+    """Return assemblies of matrices stored in MXFP4, as published, or else transposed."""
     names = [
         f"layers.{index}.mlp.experts.{name}"
         for index in range(len(config.layers))

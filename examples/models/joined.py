@@ -1,12 +1,13 @@
 """Products of linear layers that have the same input, as one product.
 
-Attention multiplies its input with three weights, a gated MLP with two: `inputs`, in the modules.
-With their rows below each other in one array it is one product, of more rows:
+Attention multiplies its input with three weights, a gated MLP with two: the modules' `inputs`. With
+their rows stacked in one array this is a single product, with more rows:
 
     [q; k; v] = [Wq; Wk; Wv] x
 
-which XLA for CPU computes faster, the more so with many tokens: it lays the tokens out once and
-divides larger work. The 8 layers' products of Qwen3-0.6B in bfloat16, on two cores with AMX:
+XLA computes it faster on CPUs, especially with many tokens, because it lays out the tokens once and
+divides larger work among cores. Products of 8 layers of Qwen3-0.6B in bfloat16, on two cores with
+AMX:
 
     tokens     one by one, ms     joined, ms
         64         28.7              24.6
@@ -33,19 +34,19 @@ Path = tuple[str | int, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A model's parameters, with weights that are multiplied together in one array."""
+    """A model's parameters, with weights that have the same input in one array."""
 
     others: nnx.State
-    weights: tuple[jax.Array, ...]  # [sum of out, in], a group's below each other
+    weights: tuple[jax.Array, ...]  # [sum of out, in], a group's weights stacked
     paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
     sizes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
 
 
 def join(graphdef: nnx.GraphDef, params: nnx.State) -> Joined:
-    """Put the weights together; those of `params` are freed on the way.
+    """Join the weights, freeing those of `params` on the way.
 
     Args:
-      graphdef, params: of a model on one device, which no longer has the parameters.
+      graphdef, params: of a model on one device, which loses its parameters.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     groups = [paths for paths, _ in _groups(nnx.merge(graphdef, shapes))]
@@ -63,9 +64,9 @@ def join(graphdef: nnx.GraphDef, params: nnx.State) -> Joined:
 
 
 def merge(graphdef: nnx.GraphDef, params: nnx.State | Joined) -> nnx.Module:
-    """The model, whose layers multiply with joined weights if there are any.
+    """Build the model, whose layers multiply with joined weights if there are any.
 
-    Each layer has its own weight, too. Nothing computes it, as nothing uses it.
+    Each layer also has its own weight, which is never computed because it is not used.
     """
     if not isinstance(params, Joined):
         return nnx.merge(graphdef, params)
@@ -80,7 +81,7 @@ def merge(graphdef: nnx.GraphDef, params: nnx.State | Joined) -> nnx.Module:
 
 
 def named_arrays(params: Any) -> Iterator[tuple[str, jax.Array]]:
-    """A model's parameters by name, in any order, and of joined weights each layer's rows."""
+    """Yield a model's parameters by name, in any order; joined weights are split by layer."""
     if isinstance(params, Joined):
         yield from named_arrays(params.others)
         for weight, paths, sizes in zip(params.weights, params.paths, params.sizes, strict=True):
@@ -94,18 +95,18 @@ def named_arrays(params: Any) -> Iterator[tuple[str, jax.Array]]:
 
 
 def name_of(path: Path) -> str:
-    """A parameter's name, as checkpoints have it."""
+    """Return a parameter's name in checkpoints."""
     return ".".join(map(str, path))
 
 
 def _rows(weight: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
-    """The rows of each layer in a joined weight."""
+    """Return the rows of each layer in a joined weight."""
     ends = itertools.accumulate(sizes)
     return (weight[end - size : end] for end, size in zip(ends, sizes, strict=True))
 
 
 def _groups(model: nnx.Module) -> Iterator[tuple[tuple[Path, ...], tuple[Linear, ...]]]:
-    """Linear layers that have the same input, with the paths of their weights."""
+    """Yield groups of linear layers with the same input, and their weights' paths."""
     for path, module in nnx.iter_modules(model):
         linears = getattr(module, "inputs", ())
         if len(linears) > 1:

@@ -1,9 +1,9 @@
 """Layers that models share: linear maps, embeddings, norms, gated feed-forward.
 
-Modules hold parameters and nothing else, under the names a Hugging Face checkpoint gives them;
-linear weights keep its [out, in] layout, so that loading is a matter of names.
+Modules hold only parameters, under their names in a Hugging Face checkpoint; linear weights keep
+its [out, in] layout, so that loading is a matter of names.
 
-Axes: T tokens of all sequences one after another, H query heads, K KV heads, D head size.
+Axes: T tokens of all sequences, concatenated, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax import nnx
 from examples import native
 from examples.models import padding, parallel
 
-# Tokens up to which a product has the weight on its left, by dtype: see `product`.
+# The most tokens for which a product has the weight on its left, by dtype: see `product`.
 MOST_ON_THE_RIGHT = {"float32": 64, "bfloat16": 64}
 
 
@@ -26,10 +26,10 @@ class Linear(nnx.Module):
     """`x @ weight.T + bias` with weight [out, in]; float32 stays float32 on every machine.
 
     Several devices may each have some of the outputs, or, with `sums_parts`, some of the inputs:
-    then the sum over devices is the result. `sections` are the sizes of what lies one below the
-    other in the weight, where each of them is split over the devices.
+    then the result is the sum over devices. `sections` are the sizes of the parts stacked in the
+    weight, if each of them is split over the devices separately.
 
-    `change(x, y)`, if there is one, is taken for y: what adapters make of the product (`lora.py`).
+    `change(x, y)`, if set, replaces y with the product that adapters have changed (`lora.py`).
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Linear(nnx.Module):
         return self.finish(x, product(x, self.weight[...]))
 
     def join_with(self, weight: jax.Array) -> None:
-        """Have `apply_all` multiply with a weight that has the layers' below each other."""
+        """Make `apply_all` multiply with a weight that has the layers' weights stacked."""
         self.joined = lambda x: product(x, weight)
 
     def finish(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The result, given the product with the weight."""
+        """Compute the result from the product with the weight."""
         y = y if self.change is None else self.change(x, y)
         y = parallel.add_up(y) if self.sums_parts else y
         return y + self.bias[...][None] if self.has_bias else y
@@ -76,7 +76,7 @@ def apply_all(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
 class Embedding(nnx.Module):
     """Rows of a table [vocabulary, E], times a constant rounded to the table's dtype.
 
-    Each of `num_devices` has a run of the rows, or all of them where they do not divide evenly.
+    Each of `num_devices` has a run of the rows, or all rows if they do not divide evenly.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Embedding(nnx.Module):
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """`x @ table.T` [B, vocabulary] in float32."""
+        """Compute `x @ table.T` [B, vocabulary] in float32."""
         return parallel.join_columns(logits_from(x, self.weight[...]), split=self.is_split)
 
 
 def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
-    """`x @ table.T` in float32."""
+    """Compute `x @ table.T` in float32."""
     return product(x, table, jnp.float32)
 
 
 def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """`x @ weight.T` [T, out] of x [T, in] and weight [out, in], in `dtype` or x's.
+    """Compute `x @ weight.T` [T, out] of x [T, in] and weight [out, in], in `dtype` or x's.
 
-    How a product is written decides how fast XLA for CPU runs it: it copies the right operand to
-    another layout in every call, so few tokens go on the right and many on the left. And it
-    converts bfloat16 weights to float32 in every call where the product is not asked for in
-    float32, or has a single token: then a row of zeros is added. Weights read, on two cores with
-    AMX and JAX 0.12:
+    On CPUs, XLA's speed depends on how a product is written. XLA copies the right operand to
+    another layout in every call, so few tokens go on the right and many on the left. It also
+    converts bfloat16 weights to float32 in every call if the product is not requested in float32,
+    or has a single token, to which a row of zeros is therefore added. Weights read, on two cores
+    with AMX and JAX 0.12:
 
         tokens     float32, GB/s          bfloat16, GB/s
                 weight left   right    weight left   right
@@ -123,9 +123,9 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
          128         4.1        3.9         6          7
          256         1.8        2.1         3          5
 
-    Where `examples.native` is loaded, it computes what it `takes`, and zeros for rows that are
-    `padding`. Logits, which are asked for in float32, are left as columns for it: `likeliest` reads
-    them so.
+    If `examples.native` is loaded, it computes the products that it `takes`, with zeros for rows
+    that are `padding`. It leaves logits, which are requested in float32, as columns, because
+    `likeliest` reads columns.
     """
     if native.takes(x, weight) and not parallel.axes_here(*parallel.AXES):
         are_logits = dtype is not None
@@ -135,13 +135,13 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
 
 
 def product_by_xla(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """The same by XLA, in the form that is fastest."""
+    """Compute the same with XLA, in the fastest form."""
     num_tokens = x.shape[0]
     options = {"precision": "highest", "preferred_element_type": jnp.float32}
     if x.dtype != jnp.float32 and num_tokens == 1:
         x = jnp.concatenate([x, jnp.zeros_like(x)])
     # Without the barriers XLA would turn the first back into a product of x and the weight, and
-    # have the second write in `dtype`, which takes longer.
+    # make the second write in `dtype`, which takes longer.
     if num_tokens <= MOST_ON_THE_RIGHT.get(x.dtype.name, 0):
         y = jax.lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, **options)).T
     else:
@@ -151,7 +151,7 @@ def product_by_xla(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = No
 
 
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x ** 2) + eps)` over the last axis, in float32."""
+    """Compute `x / sqrt(mean(x ** 2) + eps)` over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
@@ -169,12 +169,12 @@ class RMSNorm(nnx.Module):
 
 
 def over_last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector with as many axes as x, to be broadcast over all but the last."""
+    """Give a vector as many axes as x, so that it broadcasts over all but the last."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The tanh approximation."""
+    """Compute the tanh approximation of GELU."""
     return jax.nn.gelu(x, approximate=True)
 
 
@@ -184,7 +184,7 @@ class DepthwiseConv(nnx.Module):
     def __init__(
         self, sections: tuple[int, ...], taps: int, dtype: jnp.dtype, *, bias: bool = False
     ):
-        """`sections`: sizes of runs of channels, each of which is split over devices."""
+        """Make zeros; `sections` are sizes of runs of channels, each of which devices split."""
         self.weight = nnx.Param(jnp.zeros((sum(sections), 1, taps), dtype), sections=sections)
         if bias:
             self.bias = nnx.Param(jnp.zeros((sum(sections),), dtype), sections=sections)
@@ -209,7 +209,7 @@ class GatedMLP(nnx.Module):
 
     @property
     def inputs(self) -> tuple[Linear, ...]:
-        """The layers that its input is multiplied with."""
+        """The layers whose weights multiply its input."""
         return self.gate_proj, self.up_proj
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,22 +1,22 @@
-"""LoRA adapters: products of low rank that are added to a model's linear layers, token by token.
+"""LoRA adapters: low-rank products that are added to a model's linear layers, token by token.
 
-Of a sequence with adapter a, a linear layer computes
+For a sequence with adapter a, a linear layer computes
 
     y = W x + s B_a A_a x        A_a [r, in],  B_a [out, r],  s = alpha / r, or alpha / sqrt(r)
 
-The sequences of a step have different adapters, or none. Those of one layer lie below and next to
-each other in two matrices, with zeros up to one rank r, and all tokens are multiplied with both:
+The sequences of a step have different adapters, or none. All adapters of a layer are stacked in two
+matrices, padded with zeros to a common rank r, and all tokens are multiplied with both:
 
     h = x A^T                    [T, n * r], of all n adapters;  A [n * r, in]
     h[t, i] = 0                  unless i belongs to the adapter of token t
     y = y + h B^T                B [out, n * r], with the scales in it
 
-which is n r (in + out) multiplications a token, where W takes in * out. A step in which no token
-has an adapter skips all of it on the device. On a mesh a device has the rows of B and the columns
-of A that it has of W, so parts of sums are added up with those of W, and nothing else is sent.
+This takes n r (in + out) multiplications per token, compared with in * out for W. If no token of a
+step has an adapter, the device skips all of it. On a mesh a device has the same rows of B and
+columns of A as of W, so partial sums are added up together with W's, and nothing else is sent.
 
-`read_lora` reads what PEFT saves. Every `Linear` of a model can be adapted; embeddings, heads and
-the stacked matrices of experts cannot.
+`read_lora` reads PEFT's files. Every `Linear` of a model can be adapted; embeddings, heads and the
+stacked matrices of experts cannot.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from examples.models.checkpoint import short_name
 from examples.models.layers import Linear, product
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# What adapter_config.json may say of these, and why it may say nothing else.
+# Supported values of these keys of adapter_config.json, and why others are not supported.
 ONLY: dict[str, tuple[tuple, str]] = {
-    "peft_type": (("LORA",), "other kinds of adapters are not computed"),
+    "peft_type": (("LORA",), "other kinds of adapters are not supported"),
     "bias": (("none",), "biases are not adapted"),
     "init_lora_weights": (
         (True, False, None, "gaussian", "eva", "orthogonal"),
         "others change the model's own weights (save such an adapter converted)",
     ),
 }
-# What says nothing about the numbers, or is read elsewhere here.
-LARGEST = 65504.0  # number of an adapter: what float16 holds
+LARGEST = 65504.0  # number of an adapter: float16's maximum
+# Keys that are read elsewhere here, and keys that do not affect the numbers.
 READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -62,13 +62,13 @@ SILENT = {
     *("eva_config", "ensure_weight_tying"),
 }
 
-# The weight of a linear layer: of the whole model, and of the part of it that a device has.
+# The weights of linear layers: whole, and as one device has them.
 Linears = Mapping[str, tuple[Parameter, Parameter]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """How many adapters a model can hold, and of what rank."""
+    """How many adapters a model can hold, and their largest rank."""
 
     count: int
     rank: int
@@ -88,12 +88,12 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """The largest of its ranks."""
+        """Its largest rank."""
         return max(len(down) for down, _ in self.factors.values())
 
     @property
     def digest(self) -> bytes:
-        """Of all its numbers: no other adapter has the same."""
+        """A digest of all its numbers, which identifies the adapter."""
         digest = hashlib.blake2b(digest_size=16)
         for layer, pair in sorted(self.factors.items()):
             digest.update(f"{layer} {[array.shape for array in pair]}".encode())
@@ -114,7 +114,7 @@ class Stack:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A model's parameters with those of its adapters."""
+    """A model's parameters together with its adapters'."""
 
     base: Any
     stacks: dict[str, Stack]  # by linear layer
@@ -122,7 +122,7 @@ class Adapted:
 
 
 def linears_of(whole: nnx.Module, local: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
-    """The weights of a model's linear layers, by path; `local` is what a device has of it."""
+    """Return the weights of a model's linear layers by path; `local` is one device's model."""
 
     def parameter(linear: Linear) -> Parameter:
         sections = linear.weight.get_metadata().get("sections", ())
@@ -133,12 +133,12 @@ def linears_of(whole: nnx.Module, local: nnx.Module) -> dict[str, tuple[Paramete
 
 
 def attach(model: nnx.Module, adapted: Adapted, adapters: jax.Array) -> None:
-    """Have a model's linear layers add the products of its adapters.
+    """Make a model's linear layers add the products of its adapters.
 
     Args:
-      model: made for one step; its linear layers are changed.
+      model: a model made for one step, whose linear layers this changes.
       adapted: the adapters.
-      adapters: int32 [T], the number of each token's; 0: none.
+      adapters: int32 [T], each token's adapter number; 0: none.
     """
     wanted = jnp.any(adapters > 0)
     for name, linear in _linears(model):
@@ -172,12 +172,12 @@ class Stacks:
     """The matrices of all adapters on the host, copied to the devices again when one is added."""
 
     def __init__(self, linears: Linears, room: Room, dtype: str, mesh: DeviceMesh | None):
-        """Zeros.
+        """Make matrices of zeros.
 
         Args:
-          linears: of the model.
-          room: for how many adapters.
-          dtype: of the model.
+          linears: the model's linear layers.
+          room: room for adapters.
+          dtype: the model's dtype.
           mesh: its devices.
         """
         self._linears, self._room, self._mesh = linears, room, mesh
@@ -191,7 +191,7 @@ class Stacks:
         }
 
     def set(self, number: int, lora: Lora | None) -> None:
-        """Make adapter `number`, from 1, another one, or none.
+        """Replace adapter `number`, counted from 1, or clear it if `lora` is None.
 
         Raises:
           ValueError: its rank is too large.
@@ -211,7 +211,7 @@ class Stacks:
                 up[:, start : start + len(new_down)] = new_up.astype(up.dtype)
 
     def place(self) -> dict[str, Stack]:
-        """The matrices on the device, or the parts of them on each."""
+        """Copy the matrices to the device, or to each device its part."""
         return {name: self._stack(name, *arrays) for name, arrays in self._arrays.items()}
 
     def _stack(self, name: str, down: np.ndarray, up: np.ndarray) -> Stack:
@@ -231,36 +231,36 @@ class Stacks:
 
 
 def read_lora(directory: str | Path, linears: Linears, unused: frozenset[str]) -> Lora:
-    """Read what PEFT's `save_pretrained` wrote of an adapter.
+    """Read an adapter that PEFT's `save_pretrained` wrote.
 
     Args:
       directory: has adapter_config.json and adapter_model.safetensors.
-      linears: of the model.
-      unused: parameters that checkpoints have and the model does without; so are their adapters.
+      linears: the model's linear layers.
+      unused: parameters in checkpoints that the model does not need, nor their adapters.
 
     Raises:
-      ValueError: what it lacks, or asks for that is not computed here, all of it by name.
+      ValueError: files or values are missing, invalid or not supported; the error names them.
     """
     directory = Path(directory)
     config = _read_config(directory)
     scale = _scales(config)
     pairs: dict[str, dict[str, np.ndarray]] = {}
-    paths: dict[str, str] = {}  # of layers, as patterns name them
+    paths: dict[str, str] = {}  # layers' names that patterns match
     problems, idle = [], {name.removesuffix(".weight") for name in unused}
     try:
         with safe_open(directory / TENSORS, framework="numpy") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (it is no mapping)
+            for stored in tensors.keys():  # noqa: SIM118 (it is not a mapping)
                 found = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_([AB])\.weight", stored)
                 layer = short_name(found[1]) if found else None
                 if layer in idle:
                     continue
                 if layer not in linears:
-                    problems.append(f"{stored} is not of a linear layer of this model")
+                    problems.append(f"{stored} does not belong to a linear layer of this model")
                 else:
                     array = tensors.get_tensor(stored).astype(np.float32)
                     pairs.setdefault(layer, {})[found[2]] = array
                     paths[layer] = found[1]
-    except (OSError, SafetensorError, AttributeError, TypeError) as error:  # numbers NumPy lacks
+    except (OSError, SafetensorError, AttributeError, TypeError) as error:  # or a dtype NumPy lacks
         raise ValueError(f"{directory}: {TENSORS} cannot be read ({error})") from error
     factors = {}
     for layer, pair in sorted(pairs.items()):
@@ -271,7 +271,7 @@ def read_lora(directory: str | Path, linears: Linears, unused: frozenset[str]) -
             problems.append(f"{layer}: lora_A and lora_B are {shapes}, but must be {wanted}")
             continue
         down, up = pair["A"], pair["B"] * np.float32(times)
-        # All adapters of a batch are one product: 0 times an infinity would reach other requests.
+        # All adapters share one product: 0 times infinity would affect other requests.
         if max(np.abs(down).max(), np.abs(up).max()) <= LARGEST:
             factors[layer] = (down, up)
         else:
@@ -300,13 +300,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
             problems.append(f"{key} is {config[key]!r}, but must be {allowed}: {why}")
     for key in sorted(set(config) - set(ONLY) - READ - SILENT):
         if config[key]:
-            problems.append(f"{key} is {config[key]!r}, which is not computed here")
+            problems.append(f"{key} is {config[key]!r}, which is not supported here")
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or config[key] <= 0:
             problems.append(f"{key} is {config.get(key)!r}, but must be a number above 0")
     for key in ("rank_pattern", "alpha_pattern"):
         if not _is_pattern(config.get(key) or {}):
-            problems.append(f"{key} must have numbers above 0, by regular expressions")
+            problems.append(f"{key} must map regular expressions to numbers above 0")
     if problems:
         raise ValueError(f"{directory}: {CONFIG}: " + "; ".join(problems))
     return config
@@ -322,15 +322,15 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _scales(config: Mapping[str, Any]) -> Callable[[str], tuple[int, float]]:
-    """Make the function that gives the rank and the scale of a linear layer's adapter."""
+    """Make a function that returns the rank and the scale of a linear layer's adapter."""
 
     def of(pattern: str, default: str, layer: str) -> Any:
-        # As PEFT does it: the first name, or regular expression, that the path ends in.
+        # As in PEFT: the first name or regular expression that matches the end of the path.
         found = config.get(pattern) or {}
         matching = (value for key, value in found.items() if re.match(rf"(.*\.)?({key})$", layer))
         return next(matching, config[default])
 
-    def scale(layer: str) -> tuple[int, float]:  # of the path that PEFT knows it by
+    def scale(layer: str) -> tuple[int, float]:  # takes PEFT's path of the layer
         rank, alpha = of("rank_pattern", "r", layer), of("alpha_pattern", "lora_alpha", layer)
         return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

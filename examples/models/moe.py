@@ -1,7 +1,7 @@
-"""Mixtures of experts: every token goes through the few experts its router chose.
+"""Mixtures of experts: every token goes through the few experts that its router chose.
 
-Tokens are sorted by expert, so that each expert multiplies one run of rows (`grouped_dot`),
-whatever the runs' lengths: shapes stay static and no expert computes for a token it was not given.
+Tokens are sorted by expert, so that each expert multiplies one run of rows (`grouped_dot`) of any
+length: shapes stay static, and no expert computes tokens that were not routed to it.
 
 Axes: T tokens, E experts, I their inner size, k experts per token.
 """
@@ -23,14 +23,14 @@ from jattn.integrations.grouped import grouped_dot
 
 
 def expert_dot(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-    """Each run of rows times its expert's matrix.
+    """Multiply each run of rows with its expert's matrix.
 
     Args:
-      rows: [n, in], those of expert 0 first, then those of expert 1, ...
+      rows: [n, in], expert 0's first, then expert 1's, ...
       weights: [E, out, in].
       counts: int32 [E], the runs' lengths.
 
-    Where `examples.native` is loaded, it computes what it `takes`.
+    If `examples.native` is loaded, it computes the products that it `takes`.
     """
     if native.takes(rows, weights) and not parallel.axes_here(*parallel.AXES):
         return native.grouped_product(rows, weights, counts, rows.dtype)
@@ -46,23 +46,23 @@ def mix_experts(
     *,
     num_devices: int = 1,
 ) -> jax.Array:
-    """`sum_i shares[t, i] * expert[choices[t, i]](x[t])` for every token.
+    """Compute `sum_i shares[t, i] * expert[choices[t, i]](x[t])` for every token.
 
     Rows that are `padding` go to no expert, and become zeros.
 
-    Where `num_devices` have a run of the experts each, it is the part of the sum that this device's
-    experts contribute; `parallel.add_up` completes it.
+    If each of `num_devices` has a run of the experts, the result is the part of the sum that this
+    device's experts contribute; `parallel.add_up` completes it.
 
     Args:
       x: [T, hidden].
       choices: int32 [T, k], the experts of each token.
-      shares: [T, k], what each contributes.
+      shares: [T, k], each expert's weight in the sum.
       num_experts: E.
-      run: all experts at once, of (rows [T * k, hidden] sorted by expert, each row's expert
-        int32 [T * k], the runs' lengths int32 [E]). On several devices those of its own experts.
-        Rows of other devices' experts and of padding, which count for nothing, come after the last
-        run.
-      num_devices: over how many the experts are split; E is a multiple.
+      run: runs all experts at once, given (rows [T * k, hidden] sorted by expert, each row's expert
+        int32 [T * k], the runs' lengths int32 [E]). On several devices these are of the device's
+        own experts. Rows of other devices' experts and of padding are ignored, and come after the
+        last run.
+      num_devices: devices that the experts are split over; E is a multiple.
 
     Returns: [T, hidden].
     """
@@ -83,7 +83,7 @@ def mix_experts(
     if num_devices > 1 or used is not None:
         outputs = jnp.where((sorted_experts < num_local)[:, None], outputs, jnp.zeros_like(outputs))
     weighted = outputs * shares.reshape(-1).at[order].get(mode="clip")[:, None].astype(x.dtype)
-    # Back in the tokens' order before they are summed: no token's sum depends on the others'.
+    # Restored to the tokens' order before summing: no token's sum depends on other tokens.
     unsorted = jnp.zeros_like(weighted).at[order].set(weighted, mode="drop", unique_indices=True)
     return unsorted.reshape(num_tokens, per_token, -1).sum(axis=1)
 
@@ -96,15 +96,15 @@ class ExpertSizes:
     per_token: int
     size: int
     shared_size: int
-    latent_size: int | None  # what experts read and write, None: the hidden size
-    num_groups: int  # experts are chosen among those of some groups
+    latent_size: int | None  # size of the experts' inputs and outputs; None: the hidden size
+    num_groups: int  # experts are chosen from only some of these groups
     chosen_groups: int
     normalize: bool
     scale: float
 
 
 class GatedExperts(nnx.Module):
-    """All experts' matrices [out, in]: gate above up, and down."""
+    """All experts' matrices [out, in]: gate stacked on up, and down."""
 
     def __init__(self, count: int, size: int, inner: int, dtype: jnp.dtype):
         self.gate_up_proj = nnx.Param(jnp.zeros((count, 2 * inner, size), dtype))
@@ -117,7 +117,7 @@ class GatedExperts(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Chooses the experts of a token by sigmoids, corrected for balance, within some groups."""
+    """Chooses a token's experts by sigmoids, corrected for balance, within some groups."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class Router(nnx.Module):
         dtype: jnp.dtype,
     ):
         self.weight = nnx.Param(jnp.zeros((sizes.count, size), dtype))
-        # As checkpoints have it: rounded, it would choose other experts.
+        # In the checkpoints' dtype: if rounded, it would choose other experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), jnp.float32))
         self.sizes = sizes
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Experts int32 [T, k] and their shares [T, k]."""
+        """Return experts int32 [T, k] and their shares [T, k]."""
         sizes = self.sizes
         weight = self.weight[...].astype(jnp.float32)
         scores = jnp.einsum("ti,ei->te", x.astype(jnp.float32), weight, precision="highest")
@@ -151,13 +151,13 @@ class Router(nnx.Module):
 
 
 def stacked_experts(path: str, num_experts: int, parts: dict[str, tuple[str, ...]]) -> dict:
-    """Assemblies of the stacked matrices of `path` from one file entry per expert.
+    """Return assemblies of the stacked matrices of `path` from one file entry per expert.
 
     Args:
-      path: of the experts, such as "layers.3.mlp.experts".
+      path: the experts' path, such as "layers.3.mlp.experts".
       num_experts: E.
-      parts: for each stacked parameter the matrices [out, in] of an expert that lie, one below the
-        other, in its [E, out, in].
+      parts: for each stacked parameter [E, out, in], the matrices [out, in] of an expert that it
+        stacks.
     """
 
     def assembly(names: tuple[str, ...]) -> Assembly:

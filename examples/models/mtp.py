@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer of a model's own that guesses the token after the next one.
+"""Multi-token prediction (MTP): a model's own layer that predicts the token after the next one.
 
 With h_i the hidden state of token i, after the model's last norm, and t_{i+1} the token after it,
 
@@ -6,12 +6,12 @@ With h_i the hidden state of token i, after the model's last norm, and t_{i+1} t
     logits of t_{i+2} = head(m_i)
 
 where embedding and head are the model's. The layer attends at the positions i of the hidden states,
-to keys and values of its own. For tokens further on, m_i stands for h_{i+1} and the guess of
-t_{i+2} for the token after it, and so on.
+to its own keys and values. For further tokens, m_i takes the role of h_{i+1} and the guess of
+t_{i+2} that of the token after it, and so on.
 
 The formula is that of DeepSeek-V3's report (arXiv 2412.19437, equations 21 to 23). Checkpoints of
-Qwen3-Next have one such layer under `mtp.`, with attention over everything and experts; those of
-DeepSeek-V3 have one after their last layer, under other names (`deepseek.with_predictor`).
+Qwen3-Next have one such layer under `mtp.`, with full attention and experts; checkpoints of
+DeepSeek-V3 have one after their last layer, under different names (`deepseek.with_predictor`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from examples.models.layers import Linear
 
 @dataclasses.dataclass(frozen=True)
 class PredictingConfig(Config):
-    """The configuration of a model that may have the layer that guesses."""
+    """The configuration of a model that may have an MTP layer."""
 
     _: dataclasses.KW_ONLY
     mtp: Any = None  # that layer's attention, such as `Heads`, if it is wanted
 
     def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """The cache of each layer; the one that guesses comes after all others."""
+        """Return the cache of each layer; the MTP layer comes after all others."""
         kept = super().caches(dtype)
         return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
 
 class Predictor(nnx.Module):
-    """The layer and what leads to it, under the names of published checkpoints."""
+    """The MTP layer and the projection before it, under the names of published checkpoints."""
 
     def __init__(self, outline: Outline, layer: DecoderLayer, dtype: jnp.dtype):
         size = outline.hidden_size
@@ -57,7 +57,7 @@ class Predictor(nnx.Module):
     def __call__(
         self, embedded: jax.Array, hidden: jax.Array, step: Step, caches: Caches
     ) -> tuple[jax.Array, Caches]:
-        """m [T, E] of embedded next tokens and hidden states [T, E], and the written caches."""
+        """Return m [T, E] of embedded next tokens and hidden states [T, E], and written caches."""
         both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)
         x = self.fc(jnp.concatenate(both, axis=-1))
         for layer in self.layers:
@@ -66,7 +66,7 @@ class Predictor(nnx.Module):
 
 
 class PredictingLM(CausalLM):
-    """A model with a `Predictor`, which runs only where it is asked to."""
+    """A model with a `Predictor`, which runs only on request."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PredictingLM(CausalLM):
         self.mtp = Predictor(outline, layer, dtype)
 
     def step(self, batch: Batch, caches: Caches) -> tuple[jax.Array, jax.Array, Caches]:
-        """As the model itself, with the hidden states h [T, E] of all tokens after the logits."""
+        """Run the model; also return the hidden states h [T, E] of all tokens, after the logits."""
         x, caches = self.run_layers(batch, caches)
         hidden = getattr(self, self.outline.norm_name)(x)
         return self._after(hidden, batch), hidden, caches
@@ -87,10 +87,10 @@ class PredictingLM(CausalLM):
     def guess(
         self, batch: Batch, caches: Caches, hidden: jax.Array
     ) -> tuple[jax.Array, jax.Array, Caches]:
-        """Logits of the tokens after the next ones, m [T, E], and the caches.
+        """Return logits of the tokens after the next ones, m [T, E], and the caches.
 
         Args:
-          batch: `tokens` are those after the hidden states', whose positions these are.
+          batch: `tokens` follow the hidden states' tokens; `positions` are the hidden states'.
           caches: written at the hidden states' slots.
           hidden: h [T, E], or m of the tokens before.
         """

@@ -7,7 +7,7 @@ dt = softplus(dt + bias),
     S_t = exp(-exp(A) dt_t) S_{t-1} + dt_t x_t B_t^T
     y_t = S_t C_t + D x_t,    out_proj(norm(y * silu(z)))
 
-where B and C are shared by groups of heads and the norm is over each group's channels
+where groups of heads share B and C, and the norm is over each group's channels
 (`recurrent.py` has the recurrence). It carries S and the convolution's last inputs from step to
 step. Feed-forward layers square: `down(relu(up x) ** 2)`.
 """
@@ -51,7 +51,7 @@ class GroupNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """One layer, as the formula at the head of this file says."""
+    """One layer, as in the formula at the top of this file."""
 
     def __init__(self, index: int, size: int, sizes: MambaSizes, eps: float, dtype: jnp.dtype):
         self.index, self.sizes = index, sizes
@@ -161,7 +161,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """`x + mixer(norm(x))`, of the tokens `only` if no layer after it needs others."""
+    """`x + mixer(norm(x))`, only for the tokens `only` if no later layer needs others."""
 
     def __init__(self, mixer: nnx.Module, norm: nnx.Module, mixes_tokens: bool):
         self.mixer, self.norm, self.mixes_tokens = mixer, norm, mixes_tokens
@@ -177,7 +177,7 @@ class Layer(nnx.Module):
 
 
 def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
-    """The model, of zeros."""
+    """Make the model, of zeros."""
     outline = config.outline
     size = outline.hidden_size
     mixers = {
@@ -194,7 +194,7 @@ def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
 
 
 def separate_experts(config: NemotronHConfig) -> dict[str, Assembly]:
-    """The matrices that published checkpoints hold expert by expert."""
+    """Return assemblies of the matrices that published checkpoints store per expert."""
     parts, assemblies = {name: (name,) for name in ("up_proj", "down_proj")}, {}
     for index, kind in enumerate(config.kinds):
         if kind == MOE:

@@ -38,21 +38,21 @@ class MambaSizes:
 
     @property
     def size(self) -> int:
-        """Channels of x, and of z."""
+        """Channels of x, and also of z."""
         return self.num_heads * self.head_dim
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Channels of the convolution: those of x, of B and of C."""
+        """Channels of the convolution: x's, B's and C's."""
         return (self.size, *(self.num_groups * self.state_size,) * 2)
 
     @property
     def channels(self) -> int:
-        """All of them."""
+        """All channels of the convolution."""
         return sum(self.sections)
 
     def cache(self, dtype: str) -> StateCache:
-        """The layer's state: its convolution's inputs as they come, S in its own dtype."""
+        """Return the layer's state: the convolution's inputs in `dtype`, S in its own dtype."""
         layout = jb.mamba2_state(
             intermediate_size=self.size,
             num_groups=self.num_groups,
@@ -67,15 +67,15 @@ class MambaSizes:
 
 @dataclasses.dataclass(frozen=True)
 class KeepsNothing:
-    """A feed-forward layer, as the caches see it."""
+    """A feed-forward layer, which has no cache."""
 
     def cache(self, dtype: str) -> None:
-        """Nothing."""
+        """Return None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NemotronHConfig(Config):
-    """A Nemotron-H checkpoint's description of itself. Make one with `from_hf`."""
+    """The configuration of a Nemotron-H checkpoint. Make one with `from_hf`."""
 
     kinds: tuple[str, ...]
     heads: Heads
@@ -89,7 +89,7 @@ class NemotronHConfig(Config):
         """Read a `config.json`.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         kinds = _kinds(config)
 
@@ -97,7 +97,7 @@ class NemotronHConfig(Config):
             unknown = sorted(set(kinds) - set(LETTERS.values()))
             if unknown or not kinds:
                 known = sorted(LETTERS.values())
-                return [f"layers_block_type has {unknown or 'nothing'}, but must be of {known}"]
+                return [f"layers_block_type has {unknown or 'nothing'}, but must have only {known}"]
             return []
 
         check_config(
@@ -165,5 +165,5 @@ def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _number(x: Any) -> float:
-    """A number of a config, which may spell infinity as an object."""
+    """Read a config's number, which may spell infinity as an object."""
     return float(x["__float__"]) if isinstance(x, Mapping) else float(x)

@@ -1,8 +1,8 @@
-"""Which rows of a step's arrays are padding, for what need not be computed.
+"""Which rows of a step's arrays are padding and need not be computed.
 
 A step is padded to the shape of its program (`examples/engine/step.py`). Its tokens come first, and
 so do the rows whose logits are wanted: products with weights (`examples/native`) and mixtures of
-experts leave out the rest. What padded rows hold instead is read by nothing that is not padding.
+experts skip the rest. Only other padded rows ever read what padded rows hold instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Used:
-    """How many rows are no padding, while a model's step is traced."""
+    """How many rows are not padding, while a model's step is traced."""
 
     tokens: jax.Array  # int32 [], of T
     most_tokens: int  # T
@@ -30,7 +30,7 @@ _used: contextvars.ContextVar[Used | None] = contextvars.ContextVar("used", defa
 
 @contextlib.contextmanager
 def leave_out(used: Used | None) -> Iterator[None]:
-    """Have what is traced inside leave padded rows out; None: nothing is known of them."""
+    """Skip padded rows in what is traced inside; None: it is unknown which rows are padded."""
     token = _used.set(used)
     try:
         yield
@@ -39,13 +39,13 @@ def leave_out(used: Used | None) -> Iterator[None]:
 
 
 def used_rows(count: int, *, logits: bool = False) -> jax.Array | None:
-    """How many of a step's `count` rows are no padding, int32 []; None: that is not known.
+    """Return how many of a step's `count` rows are not padding, int32 []; None: unknown.
 
-    Rows are told apart by their number: a model must give layers no R rows of anything else.
+    Rows are identified by their number, so a model must not give layers R rows of anything else.
 
     Args:
-      count: T rows are the step's tokens, R rows those that logits are computed of.
-      logits: they become logits, so they are R rows where R equals T.
+      count: T for the step's tokens, R for the rows that become logits.
+      logits: the rows become logits, which decides if R equals T.
     """
     used = _used.get()
     if used is None:

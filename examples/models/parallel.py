@@ -1,10 +1,10 @@
-"""The messages between devices that share a model's layers, inside a step.
+"""Communication between devices that share a model's layers, inside a step.
 
 A step under `jax.shard_map` runs once on every device of a mesh, with that device's part of the
-parameters (`examples/engine/mesh.py`). Layers compute with what is there, and call these functions
-where parts must meet:
+parameters (`examples/engine/mesh.py`). Layers compute with this part, and call these functions to
+combine results:
 
-    columns of a weight split (q, k, v, gate, up)   nothing: each device has outputs of its own
+    columns of a weight split (q, k, v, gate, up)   nothing: each device has its own outputs
     rows split (o, down)                            add_up: each has a part of every sum
     rows of a table split (embedding, head)         lookup_rows, join_columns
 
@@ -22,31 +22,31 @@ MODEL = (TENSOR, CONTEXT)  # the axes whose devices share the weights of a layer
 
 
 def axes_here(*names: str) -> tuple[str, ...]:
-    """Those of the axes over which the code that is being traced runs once per device."""
+    """Return those of the axes over which the code being traced runs once per device."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in names if name in manual)
 
 
 def num_devices(*names: str) -> int:
-    """Devices along some axes: 1 without a mesh."""
+    """Return the number of devices along some axes: 1 without a mesh."""
     axes = axes_here(*names)
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def rank(*names: str) -> jax.Array:
-    """This device's place along some axes, int32: 0 without a mesh."""
+    """Return this device's index along some axes, int32: 0 without a mesh."""
     axes = axes_here(*names)
     return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
 
 def add_up(parts):
-    """`sum over devices of their parts`, of an array or a pytree: one all-reduce."""
+    """Sum the devices' parts of an array or a pytree: one all-reduce."""
     axes = axes_here(*MODEL)
     return jax.lax.psum(parts, axes) if axes else parts
 
 
 def lookup_rows(table: jax.Array, rows: jax.Array, *, split: bool) -> jax.Array:
-    """Rows int32 [T] of a table [rows, E], of which a device has a run of rows if `split`.
+    """Look up rows int32 [T] of a table [rows, E], of which a device has a run if `split`.
 
     Each device contributes the rows it has, and zeros for the others: one all-reduce of [T, E].
     """
@@ -59,6 +59,6 @@ def lookup_rows(table: jax.Array, rows: jax.Array, *, split: bool) -> jax.Array:
 
 
 def join_columns(x: jax.Array, *, split: bool) -> jax.Array:
-    """[B, n * columns] of every device's [B, columns] if `split`: one all-gather."""
+    """Gather every device's [B, columns] into [B, n * columns] if `split`: one all-gather."""
     axes = axes_here(*MODEL)
     return jax.lax.all_gather(x, axes, axis=1, tiled=True) if split and axes else x

@@ -30,7 +30,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(Config):
-    """A Qwen3 checkpoint's description of itself. Make one with `from_hf`."""
+    """The configuration of a Qwen3 checkpoint. Make one with `from_hf`."""
 
     intermediate_size: int
 
@@ -39,7 +39,7 @@ class Qwen3Config(Config):
         """Read a `config.json`.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         rope = rope_parameters(config)
         check_config(
@@ -73,7 +73,7 @@ class Qwen3Config(Config):
 
 
 def make(config: Qwen3Config, dtype: jnp.dtype) -> CausalLM:
-    """The model, of zeros."""
+    """Make the model, of zeros."""
     sizes = config.outline.hidden_size, config.intermediate_size
     return make_attention_model(config, lambda: GatedMLP(*sizes, dtype), dtype)
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets with a gated attention layer among every four, and experts.
+"""Qwen3-Next: gated delta nets, with gated attention in every fourth layer, and experts.
 
 Most layers keep a state of fixed size instead of keys and values. With x [T, E] of one sequence,
 `q k v z` and `b a` its projections, a causal convolution and silu over q, k and v, and unit vectors
@@ -8,8 +8,8 @@ q / |q| / sqrt(D) and k / |k|, such a layer computes
     y_t = out_proj(norm(S_t q_t) * silu(z_t))
 
 (`recurrent.py` has the recurrence). It carries S and the convolution's last inputs from step to
-step. Attention layers rotate a quarter of each head and multiply their output by a sigmoid. All
-norms but the delta nets' own have weights that are stored minus 1.
+step. Attention layers rotate a quarter of each head and multiply their output by a sigmoid. The
+weights of all norms except the delta nets' own are stored minus 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from examples.models.recurrent import causal_conv, recur
 
 
 class GatedDeltaNet(nnx.Module):
-    """One layer, as the formula at the head of this file says."""
+    """One layer, as in the formula at the top of this file."""
 
     def __init__(self, index: int, size: int, net: DeltaNet, eps: float, dtype: jnp.dtype):
         self.index, self.net = index, net
@@ -83,9 +83,9 @@ class GatedDeltaNet(nnx.Module):
         return self.out_proj(out.reshape(num_tokens, -1).astype(x.dtype)), caches
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """`q k v` side by side [T, channels], z [T, heads, V], and b and a in float32 [T, heads].
+        """Project x to `q k v` [T, channels], z [T, heads, V], and float32 b and a [T, heads].
 
-        A key head's rows of the weights lie together, with those of the value heads it serves.
+        In the weights, a key head's rows are next to those of the value heads that it serves.
         """
         net, groups = self.net, (x.shape[0], self.net.num_k_heads, -1)
         served = net.value_size // net.num_k_heads
@@ -102,7 +102,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def unit_vectors(x: jax.Array) -> jax.Array:
-    """`x / |x|` over the last axis, in float32."""
+    """Compute `x / |x|` over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
@@ -138,7 +138,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
-    """The model, of zeros."""
+    """Make the model, of zeros."""
     outline, layers = config.outline, []
     mixers = (*config.layers, config.mtp) if config.mtp else config.layers
     for index, layer in enumerate(mixers):
@@ -158,7 +158,7 @@ def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
 
 
 def separate_experts(config: Qwen3NextConfig) -> dict[str, Assembly]:
-    """The matrices that published checkpoints hold expert by expert."""
+    """Return assemblies of the matrices that published checkpoints store per expert."""
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     assemblies = {}
     paths = [f"layers.{i}" for i in range(len(config.layers)) if i not in config.dense_layers]
@@ -175,7 +175,7 @@ def load(
     mtp: bool = False,
     join: bool = False,
 ) -> Model:
-    """The model of a checkpoint; arguments as for `load_model`."""
+    """Load the model of a checkpoint; arguments are as for `load_model`."""
     read = functools.partial(Qwen3NextConfig.from_hf, mtp=mtp)
     options = {"assemblies": separate_experts, "join": join}
     return load_causal_lm(read, make, checkpoint, dtype, mesh, **options)

@@ -33,7 +33,7 @@ class DeltaNet:
 
     @property
     def key_size(self) -> int:
-        """Channels of all queries, and of all keys."""
+        """Channels of all queries, and also of all keys."""
         return self.num_k_heads * self.head_k_dim
 
     @property
@@ -43,11 +43,11 @@ class DeltaNet:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Channels of the convolution: those of queries, of keys and of values."""
+        """Channels of the convolution: queries', keys' and values'."""
         return (self.key_size, self.key_size, self.value_size)
 
     def cache(self, dtype: str) -> StateCache:
-        """The layer's state: its convolution's inputs as they come, S in float32."""
+        """Return the layer's state: the convolution's inputs in `dtype`, S in float32."""
         layout = jb.gated_delta_net_state(
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
@@ -61,9 +61,9 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig(PredictingConfig):
-    """A Qwen3-Next checkpoint's description of itself. Make one with `from_hf`."""
+    """The configuration of a Qwen3-Next checkpoint. Make one with `from_hf`."""
 
-    dense_layers: frozenset[int]  # those without experts
+    dense_layers: frozenset[int]  # layers without experts
     intermediate_size: int  # of dense layers
     num_experts: int
     experts_per_token: int
@@ -77,10 +77,10 @@ class Qwen3NextConfig(PredictingConfig):
 
         Args:
           config: the file.
-          mtp: the layer that guesses the token after the next one is wanted, too.
+          mtp: also include the MTP layer.
 
         Raises:
-          ValueError: what the file lacks or asks for that this model does not have, all at once.
+          ValueError: keys are missing or have unsupported values; the error lists them all.
         """
         rope = {"partial_rotary_factor": 0.25, **rope_parameters(config)}
         check_config(

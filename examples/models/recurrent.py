@@ -1,23 +1,23 @@
-"""Recurrences over a ragged batch: what gated delta nets and Mamba-2 have in common.
+"""The recurrence over a ragged batch that gated delta nets and Mamba-2 share.
 
 Both keep, per sequence and head, a matrix S [V, D] that every token decays, corrects and reads:
 
     S_t = a_t S_{t-1} + (v_t - [delta] a_t b_t S_{t-1} k_t) k_t^T,     o_t = S_t q_t
 
-with the bracket for the delta rule (there v_t stands for b_t v_t). Mamba-2 is the case without it:
-k = B, q = C, v = dt x, a = exp(dt A).
+where the bracket is the delta rule (with it, v_t stands for b_t v_t). Mamba-2 is the case without
+it: k = B, q = C, v = dt x, a = exp(dt A).
 
-A step brings tokens of many sequences, some one, some hundreds. They are dealt to chunks of C
-tokens of one sequence; within a chunk, with the running decay A_i = prod_{j <= i} a_j,
+A step has tokens of many sequences, one of some and hundreds of others. They are arranged in chunks
+of C tokens of one sequence; within a chunk, with the running decay A_i = prod_{j <= i} a_j,
 
     u = T^-1 v,  w = T^-1 (b k A)     T = I + strictly lower part of (b_i k_i . k_j A_i / A_j)
     v' = u - w S^T                    (without the delta rule: T = I, w = 0)
     o_i = sum_{j <= i} (q_i . k_j A_i / A_j) v'_j + A_i S q_i
     S  <- A_C S + sum_j (A_C / A_j) v'_j k_j^T
 
-so everything but the three products with S is one batched product over all chunks, and the loop
-that carries S takes as many turns as there are chunks. A step of one token per sequence has no
-loop. Where a sequence's tokens are cut into steps does not matter: S is carried exactly.
+so everything except the three products with S is one batched product over all chunks, and the loop
+that carries S has one iteration per chunk. A step with one token per sequence has no loop. It does
+not matter where steps divide a sequence's tokens: S is carried exactly.
 
 Axes: T tokens, B sequences, H heads, D key size, V value size, C tokens of a chunk, n chunks.
 """
@@ -36,12 +36,12 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Whose token each of a step's T tokens is. Make one with `ragged_rows`, once per step."""
+    """The sequence of each of a step's T tokens. Make one with `ragged_rows`, once per step."""
 
     starts: jax.Array  # int32 [B + 1]
-    lengths: jax.Array  # int32 [B], tokens of each sequence that its states go over
+    lengths: jax.Array  # int32 [B], how many tokens of each sequence its new state covers
     sequence: jax.Array  # int32 [T], B for padded tokens
-    offset: jax.Array  # int32 [T], of a token among its sequence's of this step
+    offset: jax.Array  # int32 [T], a token's index among its sequence's tokens in this step
     max_query_len: int | None = dataclasses.field(metadata={"static": True})
 
     @property
@@ -50,15 +50,15 @@ class Rows:
         return self.starts.shape[0] - 1
 
     def first(self, lengths: jax.Array) -> Rows:
-        """The same step, for the states after each sequence's first `lengths` tokens, int32 [B].
+        """Return the same step for the states after each sequence's first `lengths` tokens.
 
-        What is computed of the tokens themselves means nothing then.
+        `lengths` is int32 [B]. The tokens' own outputs are then meaningless.
         """
         return dataclasses.replace(self, lengths=lengths)
 
 
 def ragged_rows(query_start_loc: jax.Array, num_tokens: int, max_query_len: int | None) -> Rows:
-    """The rows of a step of `num_tokens` tokens that `query_start_loc` deals to sequences."""
+    """Make the rows of a step whose `num_tokens` tokens `query_start_loc` assigns to sequences."""
     starts = jnp.asarray(query_start_loc)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(starts[1:], tokens, side="right").astype(jnp.int32)
@@ -69,14 +69,14 @@ def ragged_rows(query_start_loc: jax.Array, num_tokens: int, max_query_len: int 
 def causal_conv(
     x: jax.Array, state: jax.Array, weight: jax.Array, bias: jax.Array | None, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """A causal convolution of each channel along each sequence, carried from step to step.
+    """Convolve each channel causally along each sequence, carried from step to step.
 
     Args:
       x: [T, channels].
       state: [B, k - 1, channels], the inputs before this step's first, the newest last.
       weight: [channels, k], the newest input's tap last.
       bias: [channels] or None.
-      rows: whose token is whose.
+      rows: each token's sequence.
 
     Returns: [T, channels], and the state after this step.
     """
@@ -94,10 +94,10 @@ def causal_conv(
 def _input_before(
     x: jax.Array, state: jax.Array, rows: Rows, sequence: jax.Array, offset: jax.Array
 ) -> jax.Array:
-    """The inputs at offsets of sequences; those before the step's first come from the state."""
+    """Return sequences' inputs at offsets; inputs before the step come from the state."""
     token = rows.starts.at[sequence].get(mode="clip") + offset
     ours = x.at[jnp.maximum(token, 0)].get(mode="clip")
-    # Of the state's own rows; an offset of -1 is its last.
+    # A row of the state; an offset of -1 is its last.
     row = jnp.clip(state.shape[1] + offset, 0, state.shape[1] - 1)
     before = state.at[sequence, row].get(mode="clip")
     return jnp.where((offset >= 0)[:, None], ours, before.astype(x.dtype))
@@ -122,8 +122,8 @@ def recur(
       log_decay: [T, H], log a_t, at most 0.
       beta: [T, H], b_t of the delta rule; None for a recurrence without it.
       state: float32 [B, H, V, D], before this step.
-      rows: whose token is whose.
-      chunk_size: C, static; None: as the step's shape suggests.
+      rows: each token's sequence.
+      chunk_size: C, static; None: chosen from the step's shape.
 
     Returns: o [T, H, V], and the states after this step.
     """
@@ -143,7 +143,7 @@ def recur(
 
 
 def _chunk_size(num_tokens: int, rows: Rows) -> int:
-    """Few chunks for long prompts, little padding for many short ones."""
+    """Choose C: few chunks for long prompts, little padding for many short ones."""
     longest = min(rows.max_query_len or num_tokens, num_tokens)
     size = 16
     while size < 64 and size * 2 * rows.num_seqs <= num_tokens:
@@ -173,7 +173,7 @@ def _deal(rows: Rows, num_tokens: int, size: int) -> _Chunks:
 
 
 def _chunked(inputs, state: jax.Array, sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The recurrence over chunks [n, C, ...] in order; rows of zeros change nothing."""
+    """Run the recurrence over chunks [n, C, ...] in order; rows of zeros change nothing."""
     query, key, value, log_decay, beta = inputs
     size = query.shape[1]
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))  # [n, H, C, ...]
@@ -210,7 +210,7 @@ def _chunked(inputs, state: jax.Array, sequence: jax.Array) -> tuple[jax.Array, 
 
 
 def _one_token_each(inputs, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """At most one token per sequence: no chunk, no loop."""
+    """Run the recurrence for at most one token per sequence, without chunks or a loop."""
     has_one = rows.lengths > 0
     token = jnp.where(has_one, rows.starts[:-1], rows.sequence.shape[0])
     query, key, value, log_decay, beta = jax.tree.map(

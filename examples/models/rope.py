@@ -28,37 +28,37 @@ class Rope:
 
     @classmethod
     def from_hf(cls, parameters: Mapping[str, Any], head_dim: int) -> Rope:
-        """From the `rope_parameters` of a config.json."""
+        """Make one from the `rope_parameters` of a config.json."""
         frequencies, factor = rope_frequencies(parameters, head_dim)
         return cls(tuple(frequencies.tolist()), factor)
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine of every token's angles times the factor, float32 [T, 1, R / 2] each."""
+        """Return factor times cosine and sine of tokens' angles, float32 [T, 1, R / 2] each."""
         frequencies = np.array(self.frequencies, np.float32)
         angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 
 
 def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.ndarray, float]:
-    """Angles per position, and what cosine and sine are multiplied by.
+    """Return angles per position, and the factor of cosine and sine.
 
-    The first R = head_dim * partial_rotary_factor elements of a head turn, pair (j, j + R / 2) by
-    `f_j = theta ** (-2 j / R)` a position. "linear" divides all f_j by `factor`. "proportional"
-    does so too, with R = head_dim and f_j = 0 past the partial_rotary_factor. "yarn" divides
-    those that turn less than `beta_slow` times within `original_max_position_embeddings`, leaves
-    those that turn more than `beta_fast` times, and blends between:
+    The first R = head_dim * partial_rotary_factor elements of a head rotate, pair (j, j + R / 2) by
+    `f_j = theta ** (-2 j / R)` per position. "linear" divides all f_j by `factor`. So does
+    "proportional", with R = head_dim and f_j = 0 past the partial_rotary_factor. "yarn" divides
+    those that turn less than `beta_slow` times within `original_max_position_embeddings`, keeps
+    those that turn more than `beta_fast` times, and blends in between:
 
         f_j ((1 - r_j) + r_j / factor),   r_j a ramp from 0 to 1 over j.
 
-    Returns: float32 [R / 2], and the factor (1 but for yarn: 0.1 log(factor) + 1).
-    Raises: `ValueError` for another rope_type.
+    Returns: float32 [R / 2], and the factor (1, or for yarn 0.1 log(factor) + 1).
+    Raises: `ValueError` for any other rope_type.
     """
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor", 1.0)
     fraction = parameters.get("partial_rotary_factor", 1.0)
     size = head_dim if kind == "proportional" else int(head_dim * fraction)
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    # Rounded to float32 where the models' own code does: one last bit in a frequency is 1e-5 in
-    # an angle after a hundred tokens, and half of the logits' distance to another implementation.
+    # Rounded to float32 where the models' own code does: the last bit of a frequency changes an
+    # angle by 1e-5 after a hundred tokens, half of the logits' distance to another implementation.
     theta = parameters["rope_theta"]
     powers = np.power(theta, exponents, dtype=np.float64).astype(np.float32)
     frequencies = np.float32(1) / powers
@@ -95,14 +95,14 @@ def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.n
 
 
 def yarn_growth(factor: float, scale: float) -> float:
-    """YaRN's factor of the logits where positions are stretched by `factor`."""
+    """Return YaRN's factor of the logits for positions stretched by `factor`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (x[..., j], x[..., j + R / 2]) of x [T, heads, D] by its angle.
+    """Rotate each pair (x[..., j], x[..., j + R / 2]) of x [T, heads, D] by its angle.
 
-    Elements past the R that the angles are for stay as they are.
+    Elements past the R that the angles are for do not change.
     """
     cos, sin = (a.astype(x.dtype) for a in angles)
     size = cos.shape[-1]
@@ -112,7 +112,7 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> dict[str, Any]:
-    """A config's rotary parameters, in the new spelling or the old one."""
+    """Read a config's rotary parameters, in the new spelling or the old one."""
     old = {"rope_theta": config.get("rope_theta", default_theta)}
     if "partial_rotary_factor" in config:
         old["partial_rotary_factor"] = config["partial_rotary_factor"]
@@ -125,7 +125,7 @@ def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> di
 
 
 def rope_problems(parameters: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
-    """Problems with rotary parameters, of the types that a model knows."""
+    """Find problems with rotary parameters, given the types that a model knows."""
     kind = parameters.get("rope_type", "default")
     if kind not in known:
         return [f"rope_type is {kind!r}, but must be one of {', '.join(known)}"]

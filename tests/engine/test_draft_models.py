@@ -102,7 +102,7 @@ def test_a_draft_model_starts_over_after_a_failure(drafted, attending, monkeypat
 def test_unsuitable_draft_models_are_refused(monkeypatch):
     target = tiny_model(only_attends=True)
     wrong = dataclasses.replace(tiny_model(), vocab_size=300, max_positions=20)
-    words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
+    words = r"draft model tiny: its vocabulary has 300 .*256.*recurrent layers.*for 20 .*support 60"
     with pytest.raises(ValueError, match=words):
         check_speculation(Speculation(DRAFTS, wrong), target, limits())
     elsewhere = dataclasses.replace(target, mesh=make_mesh("tensor=1"))
@@ -112,7 +112,7 @@ def test_unsuitable_draft_models_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
         check_speculation(Speculation(DRAFTS, dealt), dealt, limits())
     monkeypatch.setattr(arrays, "init_caches", None)  # refused before any caches are made
-    with pytest.raises(ValueError, match="draft model tiny: it has 300 tokens"):
+    with pytest.raises(ValueError, match="draft model tiny: its vocabulary has 300 tokens"):
         Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
     with pytest.raises(ValueError, match="needs --draft"):
         read_speculation("draft=4")
@@ -238,5 +238,5 @@ def test_trees_are_refused_with_states_or_context_parallelism():
     for model in (tiny_model(), dealt):
         with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
             check_speculation(Speculation(4, branches=2), model, limits())
-    with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
+    with pytest.raises(ValueError, match="branches is 2, but must be 1 when a model drafts"):
         Speculation(4, tiny_model(), branches=2)

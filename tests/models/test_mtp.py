@@ -115,9 +115,9 @@ def test_a_guess_needs_the_step_before_it(engine):
 
 
 def test_models_without_an_mtp_layer_are_refused():
-    with pytest.raises(ValueError, match=r"tiny guesses with MTP: it must be loaded with"):
+    with pytest.raises(ValueError, match=r"tiny speculates with MTP: it must be loaded with"):
         check_speculation(Speculation(DRAFTS, mtp=True), tiny_model(), limits())
-    with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
+    with pytest.raises(ValueError, match="branches is 2, but must be 1 when a model drafts"):
         read_speculation("mtp=4x2")
     with pytest.raises(ValueError, match="needs --draft"):
         read_speculation("mtp", tiny_model())

@@ -156,20 +156,20 @@ def test_right_answers_bring_the_contents(transfer):
         ("other bytes", "but must offer"),
         ("a path as an id", "but must offer"),
         ("no id", "but must offer"),
-        ("other checksum", "CRC-32 differs"),
-        ("busy", "it answers 429: the queue is full"),
-        ("not JSON", "it answers 200: no reason"),
-        ("nested JSON", "it answers 200: no reason"),
-        ("another status", "it answers 500: no reason"),
+        ("other checksum", "CRC-32 is wrong"),
+        ("busy", "it responds with 429: the queue is full"),
+        ("not JSON", "it responds with 200: no reason"),
+        ("nested JSON", "it responds with 200: no reason"),
+        ("another status", "it responds with 500: no reason"),
         ("endless headers", "headers"),
         ("no HTTP", r"\s|."),  # whatever line came instead
         ("nothing", "timed out"),
-        ("fewer bytes", "bytes come, but must be"),
-        ("more bytes", "bytes come, but must be"),
-        ("a bit", "CRC-32 differs"),
-        ("it dies", "ended amid the bytes"),
+        ("fewer bytes", r"it sends \d+ bytes, not \d+"),
+        ("more bytes", r"it sends \d+ bytes, not \d+"),
+        ("a bit", "CRC-32 is wrong"),
+        ("it dies", "closed before all bytes arrived"),
         ("drops", "it took more than 0.25 seconds|timed out"),
-        ("gone", "it answers 404"),
+        ("gone", "it responds with 404"),
     ],
 )
 def test_wrong_answers_are_failures(transfer, change, words):
@@ -312,5 +312,5 @@ def test_contents_of_another_size_are_refused(transfer):
     with pytest.raises(ValueError, match=r"9 tokens in 8 arrays of [0-9]+ bytes, but must be 10"):
         transfer.check(contents, range(11))
     for arrays in (contents.arrays[1:], (contents.arrays[0][1:], *contents.arrays[1:])):
-        with pytest.raises(ValueError, match="as these caches are"):
+        with pytest.raises(ValueError, match="that fit these caches"):
             transfer.check(Contents(9, arrays), range(10))

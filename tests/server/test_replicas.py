@@ -127,7 +127,7 @@ def test_one_failed_engine_ends_the_server():
 def test_groups_of_devices_are_disjoint():
     devices = [types.SimpleNamespace(platform="cpu") for _ in range(4)]
     for text, words in (
-        ("data=3,tensor=2", "it takes 6 devices, but there are 4 cpu devices"),
+        ("data=3,tensor=2", "it needs 6 devices, but there are 4 cpu devices"),
         ("data=0", "'data=0' must be"),
         ("data=2,pipeline=2", "'pipeline=2' must be"),
     ):

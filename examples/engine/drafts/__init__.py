@@ -1,1 +1,1 @@
-"""Speculative decoding: what guesses the next tokens, and what a step does with guesses."""
+"""Speculative decoding: proposers of draft tokens, and how a step verifies them."""

@@ -1,15 +1,15 @@
-"""A smaller model that guesses what a larger one will choose.
+"""A smaller draft model that guesses the tokens that a larger model will choose.
 
-    propose   feed it what it has not seen of each sequence, then let it go on by itself:
+    propose   feed it the tokens of each sequence that it has not seen, then let it continue:
               tokens -> x_1;  x_1 -> x_2;  ...;  x_(k-1) -> x_k          one call of one program
 
-It shares the tokenizer, and has caches of its own: every row of the engine's block tables owns
-blocks for the longest sequence, so there is nothing to allocate, to share or to give back. Keys and
-values of drafts that were refused are overwritten. On a mesh it is divided as the larger one is,
-over the same devices.
+It shares the tokenizer but has its own caches: every row of the engine's block tables owns blocks
+for the longest sequence, so there is nothing to allocate, share or release. Keys and values of
+rejected drafts are overwritten. On a mesh it is divided like the larger model, over the same
+devices.
 
-It draws with the random numbers that the larger model will use for the same places: where the two
-distributions agree, so do the tokens. A draft is accepted with a probability of at least
+It samples with the random numbers that the larger model will use at the same positions: where the
+two distributions agree, so do the tokens. A draft is accepted with a probability of at least
 (1 - d) / (1 + d), where d is the total variation distance of the two.
 """
 
@@ -39,7 +39,7 @@ from examples.models.parallel import CONTEXT
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-READ, GUESS = "read", "guess"  # programs: of tokens that are known, and of drafts
+READ, GUESS = "read", "guess"  # programs: for known tokens, and for drafts
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ class Feed:
     tokens: np.ndarray  # int32 [T]
     positions: np.ndarray  # int32 [T]
     rows: np.ndarray  # int32 [B], of the engine; -1 in padding
-    seq_lens: np.ndarray  # int32 [B], these tokens included
+    seq_lens: np.ndarray  # int32 [B], including these tokens
     query_start_loc: np.ndarray  # int32 [B + 1]
     sampling: SamplingRows
 
@@ -64,17 +64,17 @@ class _Seen:
     drafts: tuple[int, ...] = ()
 
     def num_right(self) -> int:
-        """How many of them are the sequence's tokens."""
+        """Return how many of them are the sequence's tokens."""
         tokens, length = self.sequence.tokens, self.length
         for draft, token in zip(self.drafts, tokens[length:], strict=False):
             if draft != token:
                 break
             length += 1
-        return min(length, len(tokens) - 1)  # the last is fed in any case, for what comes after it
+        return min(length, len(tokens) - 1)  # the last is always fed, to guess what follows it
 
 
 class DraftModel:
-    """Guesses with a model, its caches and its programs. Making one compiles them."""
+    """Guesses with a model, its caches and its programs. Creating one compiles them."""
 
     is_cheap = False
 
@@ -91,12 +91,12 @@ class DraftModel:
         """Build the caches and compile the programs.
 
         Args:
-          model: what guesses.
-          target: what verifies.
-          limits: of the engine.
-          num_drafts: tokens to guess of each sequence.
+          model: the draft model.
+          target: the model that verifies.
+          limits: the engine's limits.
+          num_drafts: tokens to guess per sequence.
           implementation: as for an `Engine`.
-          engine: whose other processes run the programs, too; None: there are none.
+          engine: the engine, whose other processes also run the programs; None: there are none.
         """
         self.model, self.limits, self.num_drafts = model, limits, num_drafts
         self._engine = engine
@@ -123,7 +123,7 @@ class DraftModel:
         }
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
-        """For each sequence up to `most` tokens."""
+        """Guess up to `most` tokens for each sequence."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):  # a call has failed
             self._start_over()
         asked = [s for s, count in zip(sequences, most, strict=True) if count > 0]
@@ -139,7 +139,10 @@ class DraftModel:
         return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
 
     def run(self, name: str, feed: Feed) -> jax.Array:
-        """Run a program; drafts int32 [B, num_drafts]. Processes that share devices do it alike."""
+        """Run a program, and return drafts int32 [B, num_drafts].
+
+        All processes that share the devices call this.
+        """
         self.caches, drafts = self._programs[name](self.model.params, self.caches, feed)
         return drafts
 
@@ -149,7 +152,7 @@ class DraftModel:
         return self.run(name, feed)
 
     def _start_over(self) -> None:
-        """Make the caches, of which nothing is known."""
+        """Make empty caches, and forget what they held."""
         self.caches: Caches = self._make_caches()[0]
         self._rows: list[_Seen | None] = [None] * self.limits.max_seqs
 
@@ -158,12 +161,12 @@ class DraftModel:
         return self.limits.max_seqs * (1 + self.num_drafts)
 
     def _catch_up(self, sequence: Sequence) -> int:
-        """How many of a sequence's first tokens need not be fed."""
+        """Return how many of a sequence's first tokens need not be fed."""
         seen = self._rows[sequence.row]
         return seen.num_right() if seen is not None and seen.sequence is sequence else 0
 
     def _read_all(self, starts: dict[Sequence, int]) -> None:
-        """Feed all but the last 1 + num_drafts tokens, in as many calls as it takes."""
+        """Feed all but the last 1 + num_drafts tokens, in as many calls as needed."""
         while True:
             chunks, left = [], self.limits.token_budget
             for sequence, start in starts.items():
@@ -178,7 +181,7 @@ class DraftModel:
             jax.block_until_ready(self._run_all(READ, feed))  # before other collectives
 
     def _feed(self, num_tokens: int, chunks: Row[tuple[Sequence, int, int]]) -> Feed:
-        """Tokens from and to of some sequences, as arrays."""
+        """Pack token ranges of some sequences into arrays."""
         count = self.limits.max_seqs
         tokens, positions = np.zeros((2, num_tokens), np.int32)
         rows, seq_lens = np.full(count, -1, np.int32), np.zeros(count, np.int32)
@@ -205,7 +208,7 @@ class DraftModel:
     def _run(
         self, params: Any, caches: Caches, feed: Feed, *, num_drafts: int, longest: int
     ) -> tuple[Caches, jax.Array]:
-        """The caches, written, and drafts [B, num_drafts]."""
+        """Return the written caches, and drafts [B, num_drafts]."""
         size, width = self.limits.block_size, self.limits.table_width
         first = jnp.maximum(feed.rows, 0) * width  # block of each row
         blocks = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
@@ -255,19 +258,19 @@ def check_speculation(speculation: Speculation, target: Model, limits: Limits) -
     """Refuse what `make_speculator` could not do, before anything is compiled.
 
     Raises:
-      ValueError: the target cannot verify trees, it has no layer that guesses, or the draft model
-        cannot guess for it.
+      ValueError: the target cannot verify trees or has no MTP layer, or the draft model does not
+        fit it.
     """
     has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
     context = 1 if target.mesh is None else target.mesh.sizes[CONTEXT]
     if speculation.branches > 1 and (has_states or context > 1):
         raise ValueError(
-            f"branches is {speculation.branches}, but must be 1 for {target.name}: trees are for "
-            "models that only attend, and not for meshes with context"
+            f"branches is {speculation.branches}, but must be 1 for {target.name}: trees need a "
+            "model without recurrent layers, on a mesh without context"
         )
     if speculation.mtp and target.mtp is None:
         raise ValueError(
-            f"{target.name} guesses with MTP: it must be loaded with its MTP layer, "
+            f"{target.name} speculates with MTP: it must be loaded with its MTP layer, "
             "load_model(..., mtp=True)"
         )
     if (model := speculation.draft) is None:
@@ -275,14 +278,14 @@ def check_speculation(speculation: Speculation, target: Model, limits: Limits) -
     problems = []
     if model.vocab_size != target.vocab_size:
         problems.append(
-            f"it has {model.vocab_size} tokens, but must have the {target.vocab_size} of "
-            f"{target.name}"
+            f"its vocabulary has {model.vocab_size} tokens, but must have {target.vocab_size}, as "
+            f"{target.name}'s has"
         )
     if any(isinstance(cache, StateCache) for cache in model.layers.values()):
-        problems.append("it has recurrent layers, but must only attend")
+        problems.append("it has recurrent layers, but must have none")
     if model.max_positions < limits.max_len:
         problems.append(
-            f"it was made for {model.max_positions} tokens, but must take {limits.max_len}"
+            f"it was made for {model.max_positions} tokens, but must support {limits.max_len}"
         )
     if model.mesh != target.mesh:
         problems.append(f"it is on other devices than {target.name}: load both with one mesh")
@@ -301,13 +304,13 @@ def make_speculator(
     implementation: str | None = None,
     engine: Engine | None = None,
 ) -> Speculator:
-    """A speculator with the proposer that is asked for, which `check_speculation` found possible.
+    """Make a speculator, with a proposer that `check_speculation` has accepted.
 
-    Arguments as for `DraftModel`.
+    Other arguments are as for `DraftModel`.
 
     Args:
-      engine: whose caches, tables and hidden states a model's own layer reads, and whose other
-        processes guess too.
+      engine: the engine, whose caches, tables and hidden states an MTP layer reads, and whose other
+        processes also guess.
     """
     proposer: Proposer = Lookup(speculation.shortest, speculation.branches)
     if speculation.draft is not None:

@@ -1,4 +1,4 @@
-"""The results that a step leaves for a model's own layer that guesses (`mtp.py`)."""
+"""What a step computes in advance for a model's MTP layer (`mtp.py`)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def read_ahead(
     hidden: jax.Array,
     chosen: jax.Array,
 ) -> Caches:
-    """The caches with the layer's keys and values of a step's tokens.
+    """Write the MTP layer's keys and values of a step's tokens to the caches.
 
-    What it would guess after them is in no compiled program, since nothing asks for it.
+    Its guesses are not used, so they are not part of any compiled program.
 
     Args:
       model, params, caches, batch, inputs: the step's.
-      hidden: [T, E], of its tokens.
+      hidden: [T, E], hidden states of its tokens.
       chosen: int32 [B, 1 + drafts], the tokens it chose.
     """
     shifted = dataclasses.replace(batch, tokens=following(inputs, chosen))
@@ -38,9 +38,9 @@ def read_ahead(
 
 
 def following(inputs: Inputs, chosen: jax.Array) -> jax.Array:
-    """The token after each of a step's tokens, int32 [T]; arguments as for `read_ahead`.
+    """Return the token after each of a step's tokens, int32 [T]; arguments as for `read_ahead`.
 
-    After a draft that is refused it is a token that will not be there. Nor will the draft.
+    After a rejected draft token it is meaningless, but that token is discarded as well.
     """
     starts, order = inputs.query_start_loc, jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
     owner = jnp.searchsorted(starts[1:], order, side="right").astype(jnp.int32)
@@ -50,6 +50,6 @@ def following(inputs: Inputs, chosen: jax.Array) -> jax.Array:
 
 
 def keep_hidden(hidden: jax.Array, num_seqs: int, num_choices: int) -> jax.Array:
-    """Hidden states [B, 1 + drafts, E] in the shape that steps of all shapes share."""
+    """Pad hidden states [B, 1 + drafts, E] to the shape that all steps share."""
     padding = (0, num_seqs - hidden.shape[0]), (0, num_choices - hidden.shape[1]), (0, 0)
     return jnp.pad(hidden, padding)

@@ -1,23 +1,23 @@
-"""A model's own layer that guesses the token after the next one (MTP), as a proposer.
+"""A model's own MTP layer, which predicts the token after the next one, as a proposer.
 
     step      t_0 ... t_i -> h_0 ... h_i, t_{i+1}; the layer's keys and values of (t_{j+1}, h_j)
               go into its pages, at the slots of tokens j <= i
     propose   (t_{i+1}, h_i) -> x_1, m_1;  (x_1, m_1) -> x_2, m_2;  ...           one program
     step      verifies x_1 ... x_k
 
-Its pages are another layer's in the group of full attention: they are shared, published, taken away
-and swapped with the model's own. A step writes to them, which costs a projection: of the layer it
-needs keys and values only. Guesses read them. Their own keys and values are in no page: there are
-at most k of a sequence, and they are attended to where they are, merged by lse.
+The layer joins the group of full attention: its pages are shared, published, evicted and swapped
+with the model's own. A step writes to them, which costs only a projection, since it needs just the
+layer's keys and values. Guesses read the pages. Their own keys and values are in no page: there are
+at most k per sequence, and attention to them is merged by lse.
 
-The last entry of a block that another sequence published was made with the token that came next
-there. A guess may be the worse for it; what is chosen does not depend on guesses.
+The last entry of a block that another sequence published was made with that sequence's next token.
+This may make a guess worse, but chosen tokens do not depend on guesses.
 
-The layer draws with the random numbers that the model will use for the same places.
+The layer samples with the random numbers that the model will use at the same positions.
 
 On a mesh every device has its part of the layer and of its pages, as of the model's other layers,
-and all of the hidden states. Guesses' own keys and values are of the KV heads that a device has;
-devices along `context` share those, but not the query heads.
+and all hidden states. It has guesses' keys and values for its own KV heads; devices along `context`
+share those, but not the query heads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """Where guesses begin. Every field is an array [B], or of such."""
+    """Where guesses begin. Every field has arrays with an axis B."""
 
     tokens: np.ndarray  # int32, a sequence's last, t_{i+1}
     positions: np.ndarray  # int32, i
@@ -65,7 +65,7 @@ class Feed:
 
 @dataclasses.dataclass(frozen=True)
 class _Noted:
-    """Where the hidden state before a sequence's last token lies."""
+    """Where the hidden state before a sequence's last token is."""
 
     place: tuple[int, int]
     length: int  # of the sequence
@@ -74,12 +74,12 @@ class _Noted:
 
 @dataclasses.dataclass
 class _Guessed:
-    """The layer's caches, as guesses attend to them: its pages, and keys and values of guesses."""
+    """What guesses attend to: the layer's pages, and keys and values of earlier guesses."""
 
     caches: Caches
     keys: jax.Array  # [B, k, K, D]; the first is in a page
-    values: jax.Array  # [B, k, K, V]; not written where values are in the keys
-    turn: jax.Array  # int32 [], which guess
+    values: jax.Array  # [B, k, K, V]; not written if values are in the keys
+    turn: jax.Array  # int32 [], the guess's index
 
     def attend(
         self,
@@ -92,7 +92,7 @@ class _Guessed:
         value_dim: int | None = None,
         scale: float | None = None,
     ) -> tuple[jax.Array, _Guessed]:
-        """As `Caches.attend`, of one token of each sequence; writes to no page."""
+        """Attend as `Caches.attend` does, with one token per sequence, but write to no page."""
         options = {"scale": scale, "return_lse": True}
         if value is None:
             options["value_dim"] = value_dim
@@ -119,10 +119,11 @@ class _Guessed:
 
 
 def _of_local_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """Keys or values [B, k, K, D] so that a device's query heads are spread evenly over the heads.
+    """Arrange keys or values [B, k, K, D] to have equally many of a device's query heads per head.
 
-    They are, but for devices along `context`: those have all KV heads of query heads of which each
-    has a run. There the result has a head for each query head, [B, k, H, D].
+    That already holds except for devices along `context`, which all have the KV heads of a group of
+    query heads, but each only a run of these. There the result has a head per query head,
+    [B, k, H, D].
     """
     num_shared = parallel.num_devices(CONTEXT)
     if num_shared == 1 or x.shape[2] == 1:
@@ -132,7 +133,7 @@ def _of_local_heads(x: jax.Array, num_heads: int) -> jax.Array:
 
 
 class MtpGuesser:
-    """Guesses with a layer of the model. Making one compiles its programs."""
+    """Guesses with the model's MTP layer. Creating one compiles its programs."""
 
     is_cheap = False
 
@@ -147,11 +148,11 @@ class MtpGuesser:
         """Compile the programs.
 
         Args:
-          model: was loaded with `mtp=True`.
-          limits: of the engine.
-          num_drafts: tokens to guess of each sequence.
-          sizes: of how many sequences at once; there is a program for each size.
-          engine: whose caches, tables and hidden states are read.
+          model: a model loaded with `mtp=True`.
+          limits: the engine's limits.
+          num_drafts: tokens to guess per sequence.
+          sizes: numbers of sequences at once; each has its own program.
+          engine: the engine whose caches, tables and hidden states are read.
         """
         self._model, self._limits, self._num_drafts = model, limits, num_drafts
         self._engine = engine
@@ -163,16 +164,16 @@ class MtpGuesser:
         self._programs = {size: self._compile(size) for size in sorted({*sizes, limits.max_seqs})}
 
     def note_step(self, plan: Row[Chunk]) -> None:
-        """Learn where a step left hidden states (`Engine.hidden`), after its tokens are taken."""
+        """Note where a step left hidden states (`Engine.hidden`), after its tokens are taken."""
         self._noted = {}
         for i, chunk in enumerate(plan):
             sequence, length = chunk.sequence, len(chunk.sequence.tokens)
-            accepted = length - chunk.stop - 1  # more than there are: it is amid its tokens
+            accepted = length - chunk.stop - 1  # above len(drafts): not at its last token
             if 0 <= accepted <= len(chunk.drafts):
                 self._noted[sequence] = _Noted((i, accepted), length, sequence.num_preemptions)
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
-        """For each sequence up to `most` tokens; none of one that the last step was without."""
+        """Guess up to `most` tokens for each sequence, but none if the last step was without it."""
         asked = [s for s, n in zip(sequences, most, strict=True) if n > 0 and self._knows(s)]
         drafts: dict[Sequence, tuple[int, ...]] = {}
         if asked:
@@ -185,7 +186,7 @@ class MtpGuesser:
         return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
 
     def run(self, size: int, feed: Feed) -> jax.Array:
-        """Drafts int32 [size, num_drafts]. Processes that share the devices call it together."""
+        """Return drafts int32 [size, num_drafts]. All processes sharing the devices call this."""
         engine = self._engine
         given = (engine.caches, engine.tables, engine.hidden, feed)
         return self._programs[size](self._model.params, *given)
@@ -218,7 +219,7 @@ class MtpGuesser:
     def _run(
         self, params: Any, caches: Caches, tables: jb.BlockTables, hidden: jax.Array, feed: Feed
     ) -> jax.Array:
-        """Drafts [B, num_drafts]."""
+        """Return drafts [B, num_drafts]."""
         size, count = feed.rows.shape[0], self._num_drafts
         there = feed.rows >= 0
         starts = jnp.minimum(jnp.arange(size + 1), jnp.sum(there)).astype(jnp.int32)
@@ -261,5 +262,5 @@ class MtpGuesser:
 
 
 def run_there(engine: Engine, program: int | str, feed: Any) -> jax.Array:
-    """Another process's part of a proposer's `propose`."""
+    """Run another process's part of a proposer's `propose`."""
     return engine._speculator.proposer.run(program, feed)

@@ -1,12 +1,12 @@
-"""Recurrent states and drafts: a step keeps the states after the drafts that it accepts.
+"""Recurrent states in speculative decoding: a step keeps the states after the accepted drafts.
 
     step    reads state S, runs the last token and the drafts, chooses a token after each
-            counts the drafts that are those tokens
+            counts the drafts that equal the chosen tokens
             runs the recurrences again, over the accepted ones only:  S, k, v, decays -> S'
 
-A recurrence's inputs are there already, and of the layer nothing else is computed twice. So nothing
-rolls back, and no state is kept for a draft. docs/performance-serving.md has the times of other
-ways.
+A recurrence's inputs are already available, and nothing else of the layer is computed twice. So
+nothing rolls back, and no state is kept per draft. docs/performance-serving.md has the times of
+other methods.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def accepted_lengths(inputs: Inputs, chosen: jax.Array) -> jax.Array:
-    """Tokens of each sequence in a step without the drafts that it refuses, int32 [B].
+    """Return how many tokens of each sequence a step keeps, without rejected drafts, int32 [B].
 
-    A draft is accepted if all before it are, and it is the token that was chosen in its place.
+    A draft is accepted if all drafts before it are, and it equals the token chosen in its place.
 
     Args:
       inputs: the step's.

@@ -1,17 +1,17 @@
-"""Speculative decoding: guess the next tokens, and have one step verify them all.
+"""Speculative decoding: guess the next tokens, and verify them all in one step.
 
-    drafts  = what a proposer thinks comes next: x_1 ... x_k
+    drafts  = the tokens that a proposer expects next: x_1 ... x_k
     step      runs the last token and the drafts as one chunk, and chooses a token after each
-    accept    drafts, as long as each is the token chosen before it; then one more token is there
+    accept    drafts as long as each equals the token chosen before it, plus one more token
 
-A step that reads all weights for one token of a sequence reads them for 1 + k tokens, too, and a
-sequence gets 1 to 1 + k tokens from it. What it gets does not depend on the drafts: after each
-draft the step chooses as it does without any, with the same random numbers, since a draw depends on
-the request's seed and on the token's place. Greedy or drawn, the tokens are those of a run without
-drafts. For drafts that were not drawn this is rejection sampling: a token x is accepted with its
-probability p(x), and where it is refused the token in its place has the distribution p without x.
+A step reads all weights once, whether for one token of a sequence or for 1 + k, and gives the
+sequence 1 to 1 + k tokens. These do not depend on the drafts: after each draft the step chooses as
+it would without drafts, with the same random numbers, since sampling depends on the request's seed
+and on the token's position. Greedy or sampled, the tokens are those of a run without drafts. For
+drafts that were not sampled this is rejection sampling: a token x is accepted with its probability
+p(x), and if it is rejected, the token in its place has the distribution p without x.
 
-Drafts cost time where they are refused, so they are proposed only where they pay (`Speculator`).
+Rejected drafts cost time, so drafts are proposed only when they pay (`Speculator`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from examples.engine.step import Bucket
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """The kind of guesses, and their number."""
+    """The kind of draft tokens, and their number."""
 
-    num_drafts: int = 4  # of a sequence in a step, at most
-    draft: Model | None = None  # what guesses; None: prompt lookup, or
-    mtp: bool = False  # the model's own layer, with which it was loaded
-    branches: int = 1  # continuations that lookup guesses at once, as a tree
-    shortest: int = 3  # tokens that must have been seen before, for a guess at what follows
-    backs_off: bool = True  # False: draft wherever there is a guess, whether it pays or not
+    num_drafts: int = 4  # the most per sequence in a step
+    draft: Model | None = None  # a draft model; None: prompt lookup, or
+    mtp: bool = False  # the model's own MTP layer, with which it must be loaded
+    branches: int = 1  # continuations that lookup proposes at once, as a tree
+    shortest: int = 3  # how many last tokens must have occurred before for lookup to propose
+    backs_off: bool = True  # False: use drafts whenever there are any, even if they do not pay
 
     def __post_init__(self) -> None:
         problems = [
@@ -49,7 +49,7 @@ class Speculation:
             if getattr(self, name) < 1
         ]
         if self.branches > 1 and (self.draft is not None or self.mtp):
-            problems.append(f"branches is {self.branches}, but a model guesses one")
+            problems.append(f"branches is {self.branches}, but must be 1 when a model drafts")
         if self.draft is not None and self.mtp:
             problems.append("mtp is True, but there is a draft model")
         if problems:
@@ -57,27 +57,29 @@ class Speculation:
 
 
 def read_speculation(text: str, draft: Model | None = None) -> Speculation:
-    """A speculation as it is written on a command line.
+    """Parse a speculation from the command line.
 
-    "lookup=4", "lookup=8x2" for trees of 8 drafts in 2 branches, "draft=4", "mtp=2", or without
-    numbers.
+    It is "lookup=4", "lookup=8x2" for trees of 8 drafts in 2 branches, "draft=4" or "mtp=2"; the
+    numbers may be omitted.
 
     Args:
-      text: what is written.
-      draft: the model that guesses, if one is given.
+      text: the option's value.
+      draft: the draft model, if one is given.
 
     Raises:
-      ValueError: it is written otherwise, or there is no model, or one too many.
+      ValueError: the text is invalid, or a draft model is missing or not needed.
     """
     written = re.fullmatch(r"(lookup|draft|mtp)(?:=(\d+)(?:x(\d+))?)?", text, re.ASCII)
     if written is None:
         raise ValueError(
-            f"--speculate is {text!r}, but must be lookup=N, draft=N or mtp=N with N drafts in a "
-            "step, or lookup=NxB in B branches"
+            f"--speculate is {text!r}, but must be lookup=N, draft=N or mtp=N with N draft tokens "
+            "per step, or lookup=NxB in B branches"
         )
     kind, count, branches = written.groups()
     if (kind == "draft") != (draft is not None):
-        raise ValueError(f"--speculate is {text!r}: draft=N, and nothing else, needs --draft")
+        raise ValueError(
+            f"--speculate is {text!r}, but must be draft=N if and only if --draft is given"
+        )
     most = int(count or Speculation.num_drafts)
     return Speculation(most, draft, kind == "mtp", int(branches or 1))
 
@@ -87,39 +89,39 @@ class Guess:
     """Drafts for one sequence."""
 
     tokens: tuple[int, ...] = ()
-    kind: int = 0  # guesses of one kind are accepted alike
-    parents: tuple[int, ...] | None = None  # of each token the one before it; None: a chain
+    kind: int = 0  # guesses of the same kind are assumed to be accepted equally often
+    parents: tuple[int, ...] | None = None  # the token before each token; None: a chain
 
 
 class Proposer(Protocol):
-    """Guesses what follows sequences."""
+    """Guesses how sequences continue."""
 
-    # Whether guesses take next to no time: they are made before it is decided whether they pay.
-    # Those of a costly one are all of one kind.
+    # Whether guesses take almost no time: then they are made before deciding whether they pay.
+    # Guesses of a costly proposer are all of one kind.
     is_cheap: bool
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
-        """For each sequence up to `most` tokens that may follow all it has."""
+        """Guess up to `most` next tokens for each sequence."""
         ...
 
 
 class Lookup:
-    """Guesses what came after the last tokens when they came before, in prompt or output.
+    """Guesses that the last tokens continue as they did before, in the prompt or the output.
 
     Of the places where the last `shortest` tokens occurred, the one with the longest match decides,
-    the latest of equals. A match close to the end repeats itself: after "ababab" comes "abab".
+    and of equal ones the latest. A match close to the end repeats: after "ababab" comes "abab".
     """
 
     is_cheap = True
-    LONGEST = 32  # tokens of a match that are compared
-    PLACES = 16  # that are compared, the latest
+    LONGEST = 32  # tokens compared per match
+    PLACES = 16  # the latest places, which are compared
 
     def __init__(self, shortest: int, branches: int = 1):
         self.shortest, self.branches = shortest, branches
         self._seen: weakref.WeakKeyDictionary[Sequence, _Seen] = weakref.WeakKeyDictionary()
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
-        """For each sequence up to `most` tokens; a kind is a length of matches."""
+        """Guess up to `most` tokens for each sequence; the kind is the matches' length."""
         return [self._guess(*of) for of in zip(sequences, most, strict=True)]
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
@@ -153,11 +155,11 @@ class _Seen:
     """Where a sequence's n-grams end, without the last one."""
 
     places: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
-    length: int = 0  # n-grams that end before are in it
+    length: int = 0  # it has the n-grams that end before this position
 
 
 def _continued(tokens: Row[int], place: int, most: int) -> tuple[int, ...]:
-    """The tokens after `place`; past the end, they are taken to repeat."""
+    """Return the tokens after `place`, assuming that they repeat past the end."""
     count = len(tokens)
     drafts = list(tokens[place : place + most])
     while len(drafts) < most:
@@ -166,7 +168,7 @@ def _continued(tokens: Row[int], place: int, most: int) -> tuple[int, ...]:
 
 
 def _match(tokens: Row[int], end: int, most: int) -> int:
-    """How many of the last tokens are those before `end`."""
+    """Return how many of the last tokens equal those before `end`."""
     count = len(tokens)
     length = 0
     while length < most and tokens[end - 1 - length] == tokens[count - 1 - length]:
@@ -175,33 +177,35 @@ def _match(tokens: Row[int], end: int, most: int) -> int:
 
 
 def _any_guess(length: int) -> Guess:
-    """A guess of a costly proposer, before it is made."""
+    """Return a placeholder for a costly proposer's guess, before it is made."""
     return Guess((-1,) * length)
 
 
 class Speculator:
-    """Decides in which steps to draft, from what drafts have brought and what they cost.
+    """Decides which steps use drafts, from how many were accepted and what they cost.
 
-    A step of B sequences with drafts brings the B tokens of a step without, and those that are
-    accepted. It pays if
+    A step of B sequences with drafts yields the B tokens of a step without drafts, plus the
+    accepted ones. It pays if
 
         (B + accepted) / seconds with drafts  >  B / seconds without.
 
-    Accepted tokens are estimated from what guesses of the same kind brought the sequence before;
-    its first ones, from what they brought others that choose alike, greedily or at random. Seconds
-    are those of the last steps of both sorts. Where drafts pay, every 64th step goes without to
-    measure what that takes now. Where they do not, they are tried again after 4 steps, then 8 and
-    so on, until that takes 1/500 of the time; what is drawn has a patience of its own.
+    The number of accepted tokens is estimated from earlier guesses of the same kind for the
+    sequence, and at first from guesses for other sequences that choose in the same way, greedily or
+    by sampling. Seconds are those of the latest steps with and without drafts. While drafts pay,
+    every 64th step runs without them to measure the current time. While they do not, they are tried
+    again after 4 steps, then 8 and so on, until trials take 1/500 of the time; steps with sampling
+    are counted separately.
 
-    Searching for guesses takes time, too. While nothing comes of it, steps rest between searches:
-    one after the first, two after the second and so on, until they take 1/1000 of the time.
+    Searching for guesses takes time as well. While searches are in vain, steps rest between them:
+    one step after the first, two after the second and so on, until searches take 1/1000 of the
+    time.
     """
 
-    FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
+    FIRST, WEIGHT = 1.0, 0.3  # accepted tokens expected of a new kind, and how fast that changes
     PATIENCE = 4.0  # steps before the first trial of drafts that do not pay
     REMEASURE = 64  # steps with drafts before one without
     ENOUGH = 3  # measured steps
-    SEARCHES, TRIALS = 1 / 1000, 1 / 500  # of the time, where they are in vain
+    SEARCHES, TRIALS = 1 / 1000, 1 / 500  # shares of the time, while in vain
 
     def __init__(self, speculation: Speculation, proposer: Proposer, buckets: Row[Bucket]):
         self.speculation, self.proposer = speculation, proposer
@@ -209,21 +213,21 @@ class Speculator:
         self._seconds = {bucket: collections.deque[float](maxlen=9) for bucket in buckets}
         self._accepted: weakref.WeakKeyDictionary[Sequence, dict[int, float]]
         self._accepted = weakref.WeakKeyDictionary()
-        self._usual: dict[tuple[bool, int], float] = {}  # by kind, of all that choose alike
+        self._usual: dict[tuple[bool, int], float] = {}  # by whether sampled, and kind
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
-        self._with = self._without = 0  # steps since the last of the other sort
-        self._patience = dict.fromkeys((False, True), self.PATIENCE)  # by: whether any is drawn
-        self._in_vain = 0  # searches for guesses; half as many when drafts are accepted
+        self._with = self._without = 0  # steps with, or without, drafts since the last other one
+        self._patience = dict.fromkeys((False, True), self.PATIENCE)  # by whether any is sampled
+        self._in_vain = 0  # searches for guesses; halved when drafts are accepted
         self._rest = 0  # steps until the next search
-        self._proposing = 0.0  # seconds, for the running step
+        self._proposing = 0.0  # seconds spent on it for the running step
 
     def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
-        """The plan, with drafts if they pay; itself, if there are none.
+        """Add drafts to a plan if they pay; return the same object if there are none.
 
         Args:
           plan: a step's chunks.
-          scheduler: has room for drafts, or not.
-          without: the bucket of the plan as it is.
+          scheduler: says whether there is room for drafts.
+          without: the bucket of the plan without drafts.
         """
         if self._rest:
             self._rest -= 1
@@ -240,7 +244,7 @@ class Speculator:
         return drafted
 
     def _rest_after(self, searched: float, without: Bucket) -> int:
-        """Steps to rest after a search of some seconds."""
+        """Return how many steps to rest after a search of some seconds."""
         if not self._seconds[without]:
             return 0
         enough = searched / (self.SEARCHES * self._median(without))
@@ -275,10 +279,10 @@ class Speculator:
 
         Args:
           plan: what it ran.
-          bucket: its shape; a step that scores prompts does not say what others take.
+          bucket: its shape; the times of steps that score prompts are not used.
           seconds: how long the device took.
         """
-        if self._rest:  # nor does the next step search
+        if self._rest:  # the next step does not search either
             return
         if not bucket.scores:
             proposing = self._proposing if bucket.num_drafts else 0.0
@@ -299,12 +303,12 @@ class Speculator:
         self._usual[alike] = usual + self.WEIGHT * (count - usual)
 
     def _expected(self, sequence: Sequence, kind: int) -> float:
-        """How many drafts of a kind are likely to be accepted."""
+        """Return how many drafts of a kind are likely to be accepted."""
         usual = self._usual.get((_is_drawn(sequence), kind), self.FIRST)
         return self._accepted.get(sequence, {}).get(kind, usual)
 
     def _bucket(self, plan: list[Chunk]) -> Bucket | None:
-        """The smallest bucket that holds the plan and a draft, if there is one."""
+        """Return the smallest bucket that holds the plan and a draft, if there is one."""
         count, longest = 0, 0
         for chunk in plan:
             count, longest = count + chunk.num_tokens, max(longest, chunk.num_tokens)
@@ -317,7 +321,7 @@ class Speculator:
     def _pays(
         self, plan: list[Chunk], guesses: list[Guess], bucket: Bucket, without: Bucket
     ) -> bool:
-        """Whether to draft: where it pays, but for steps that try what the other sort takes."""
+        """Whether to use drafts: if they pay, except in steps that measure the alternative."""
         brought = 0.0
         for chunk, guess in zip(plan, guesses, strict=True):
             if guess.tokens:
@@ -341,18 +345,18 @@ class Speculator:
         return drafts
 
     def _cost(self, bucket: Bucket, without: Bucket) -> float:
-        """A step's time with drafts over that without, or a guess while too few were measured."""
+        """Return the ratio of a step's times with and without drafts, or a guess at first."""
         measured = min(len(self._seconds[of]) for of in (bucket, without))
         if bucket == without or measured < self.ENOUGH:
             return 1 + 0.1 * self.speculation.num_drafts
         return self._median(bucket) / self._median(without)
 
     def _median(self, bucket: Bucket) -> float:
-        """Seconds of a step, as far as they were measured."""
+        """Return the median of a step's measured seconds."""
         seconds = sorted(self._seconds[bucket])
         return seconds[len(seconds) // 2]
 
 
 def _is_drawn(sequence: Sequence) -> bool:
-    """Whether a sequence's tokens are drawn at random."""
+    """Whether a sequence's tokens are sampled."""
     return sequence.request.sampling.draws

@@ -1,14 +1,14 @@
-"""Trees of drafts: several continuations with shared beginnings, verified in one step.
+"""Trees of draft tokens: several continuations with shared beginnings, verified in one step.
 
-Drafts are listed with the one before each (-1: the sequence's last token), parents first:
+Drafts are listed with each one's parent (-1: the sequence's last token), parents first:
 
     the -- mat -- and          tokens    the  mat  and  rug  dog
       \\--- rug                 parents    -1    0    1    0   -1
     dog                        depth       1    2    3    2    1
 
 A draft's position is its depth, and it sees those on its path (`tree_mask`), but its keys and
-values lie where it is listed. So the first path can be kept where it is. Of another path, what does
-not lie in its place is computed again in the next step.
+values are stored in listed order. So the first path can stay where it is. If another path is
+accepted, the next step computes those of its tokens again that are not in place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 
 def grow(candidates: Row[Row[int]], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tree of some continuations, the best first, of at most `most` drafts.
+    """Build a tree of at most `most` drafts from some continuations, the best first.
 
-    The first gets as many drafts as all others together, and what they leave.
+    The first gets at least half of the drafts, and those that the others do not need.
 
     Returns: tokens, and parents.
     """
@@ -45,7 +45,7 @@ def grow(candidates: Row[Row[int]], most: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def depths(parents: Row[int]) -> np.ndarray:
-    """How far each draft is from the sequence's last token, at least 1."""
+    """Return how far each draft is from the sequence's last token, at least 1."""
     found = np.zeros(len(parents), np.int32)
     for i, parent in enumerate(parents):
         found[i] = 1 + (found[parent] if parent >= 0 else 0)
@@ -53,7 +53,7 @@ def depths(parents: Row[int]) -> np.ndarray:
 
 
 def paths(parents: Row[int]) -> np.ndarray:
-    """Which drafts each one follows or is: bool [n, n]."""
+    """Return which drafts are on each one's path, itself included: bool [n, n]."""
     found = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:

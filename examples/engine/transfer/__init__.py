@@ -1,1 +1,1 @@
-"""Prompts that another server has read: asked for, taken out of its caches, put into these."""
+"""Disaggregated prefill: prompts that another server reads, and whose cache contents move here."""

@@ -1,20 +1,20 @@
-"""The contents of the caches for a prompt: taken out of one engine, put into another.
+"""The contents of the caches for a prompt, taken from one engine and put into another.
 
     sender      take     blocks, by id -> rows of tokens        a jitted gather, some blocks a call
     between     rows     [tokens, K, W] of every layer that the next query sees; states
     receiver    begin    blocks of its own pools for those tokens
                 put      rows -> blocks, by id                  a jitted scatter, caches donated
 
-Between the engines there are tokens, not blocks, so their block sizes, layouts, numbers of blocks
-and ways to keep states may differ, and so may their meshes: rows have all heads (`shares.py`). What
-must agree is what a row means (`description.py`). Only a scale per block ties rows to blocks of one
+Engines exchange tokens, not blocks, so their block sizes, layouts, numbers of blocks and ways to
+keep states may differ, and so may their meshes, because rows have all heads (`shares.py`). They
+must agree on what a row means (`description.py`). Only a scale per block ties rows to one block
 size.
 
-Where several processes have the devices of an engine (`examples/engine/hosts.py`), all of them take
-and put, a call at a time: the first one gathers what the others take, and sends them the rows that
+If several processes share an engine's devices (`examples/engine/hosts.py`), all of them take and
+put, one call at a time: the first one gathers what the others take, and sends them the rows that
 all put.
 
-A prompt of P tokens is handed over after P - 1. The receiver computes the last one, and so chooses
+A prompt of P tokens is transferred after P - 1. The receiver computes the last one, so it chooses
 the first token itself, with its own seeds, penalties, grammars and log-probabilities.
 """
 
@@ -46,27 +46,27 @@ from examples.engine.transfer.shares import Share, Shares, shares_of
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-CHUNK_TOKENS = 256  # that one call takes or puts, about; every prompt is padded to a multiple of it
+CHUNK_TOKENS = 256  # that a call takes or puts, roughly; prompts are padded to multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An array of what is handed over: rows of one tensor of one layer."""
+    """An array of the transferred contents: rows of one tensor of one layer."""
 
     layer: int
-    group: str  # whose block ids, or state slots, it lies at
+    group: str  # the group of its block ids or state slots
     name: str
     per: str  # what has a row: "token", "block" or "state"
-    row: tuple[int, ...]  # its shape
+    row: tuple[int, ...]  # a row's shape
     dtype: str
     window: int | None  # keys that a query sees
 
     def span(self, num_tokens: int, block_size: int, align: int) -> tuple[int, int]:
-        """The rows that the query after `num_tokens` tokens sees: the first, and after the last.
+        """Return the range of rows that the query after `num_tokens` tokens sees.
 
         Args:
           num_tokens: n; the query's position.
-          block_size: of the blocks that have a row each.
+          block_size: tokens per block, for rows per block.
           align: the first token is a multiple of it.
         """
         if self.per == "state":
@@ -87,7 +87,7 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The size of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
@@ -96,21 +96,24 @@ class Contents:
         return functools.reduce(lambda crc, x: zlib.crc32(x, crc), self.bytes(), 0)
 
     def bytes(self) -> Iterator[memoryview]:
-        """The bytes of each array, which can be written to."""
+        """Yield the bytes of each array, which can be written to."""
         for array in self.arrays:
             yield memoryview(array.reshape(-1).view(np.uint8))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Taken:
-    """The result of a jitted gather from the caches, which may still be on its way."""
+    """The result of a jitted gather from the caches, which may still be running."""
 
     transfer: Transfer
     num_tokens: int
     chunks: Mapping[str, list[tuple[jax.Array, ...]]]  # by group
 
     def fetched(self) -> Contents:
-        """The same on the host, without what no later query sees. Waits for the device."""
+        """Copy the contents to the host, without rows that no later query sees.
+
+        This waits for the device.
+        """
         arrays: dict[Part, np.ndarray] = {}
         for name, chunks in self.chunks.items():
             parts = self.transfer.parts_of(name)
@@ -124,15 +127,15 @@ class Taken:
 
 
 class Transfer:
-    """Takes contents out of an engine's caches, and puts them in."""
+    """Takes contents from an engine's caches, and puts contents into them."""
 
     def __init__(self, limits: Limits, caches: Caches, shares: Shares | None = None):
         """Read the caches of an engine; nothing is compiled.
 
         Args:
-          limits: what the engine was built for.
-          caches: its caches, or others of their shapes.
-          shares: what each of its devices has; None: there is one.
+          limits: the engine's limits.
+          caches: its caches, or others with their shapes.
+          shares: its devices' shares; None: there is a single device.
         """
         found = parts_of(caches, shares)
         self.parts = tuple(part for part, _ in found)
@@ -143,20 +146,20 @@ class Transfer:
         self.block_size = limits.block_size
         self._windows = {g.name: g.window for g in limits.groups}
         self._states = {g.name for g in limits.groups if g.is_state}
-        # A scale per block is of the block's first token on.
+        # A scale per block covers the block from its first token on.
         self.align = limits.block_size if any(part.per == "block" for part in self.parts) else 1
         self._num_ids = max(1, CHUNK_TOKENS // limits.block_size)
 
     def parts_of(self, group: str) -> list[Part]:
-        """The parts of a group's layers."""
+        """Return the parts of a group's layers."""
         return [part for part in self.parts if part.group == group]
 
     def span(self, part: Part, num_tokens: int) -> tuple[int, int]:
-        """As `Part.span`, with this engine's blocks."""
+        """Return `Part.span` with this engine's blocks."""
         return part.span(num_tokens, self.block_size, self.align)
 
     def first_row(self, part: Part, num_tokens: int) -> int:
-        """The first row of the block that the first token of a part lies in."""
+        """Return the first row of the block that has a part's first token."""
         if part.per == "state":
             return 0
         block = self.span(part, num_tokens)[0]
@@ -165,7 +168,7 @@ class Transfer:
         return block if part.per == "block" else block * self.block_size
 
     def shapes(self, num_tokens: int) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shapes and dtypes of the arrays of some tokens' contents."""
+        """Return the shapes and dtypes of the arrays for some tokens' contents."""
         found = []
         for part in self.parts:
             first, end = self.span(part, num_tokens)
@@ -173,22 +176,22 @@ class Transfer:
         return found
 
     def nbytes(self, num_tokens: int) -> int:
-        """Bytes of some tokens' contents."""
+        """Return the size of some tokens' contents."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(num_tokens))
 
     def empty(self, num_tokens: int) -> Contents:
-        """Contents of some tokens that are yet to be written."""
+        """Allocate contents for some tokens, to be written."""
         arrays = tuple(np.empty(*one) for one in self.shapes(num_tokens))
         return Contents(num_tokens, arrays)
 
     @property
     def deals_blocks(self) -> bool:
-        """Whether several devices have tokens of a block that has one scale."""
+        """Whether the tokens of a block with one scale are spread over several devices."""
         found = self._share_of.items()
         return any(share and share.context > 1 and part.per == "block" for part, share in found)
 
     def set_scales(self, caches: Caches) -> list[list[float]]:
-        """The scales per head or cache: words mean the same only where they are equal."""
+        """Return the scales per head or cache, which must be equal for words to mean the same."""
         found = []
         for place in _in_order(caches):
             pair = caches.pools[place.pool]
@@ -209,8 +212,8 @@ class Transfer:
         """Take the contents of the caches for the tokens that a sequence has computed.
 
         Args:
-          caches: of the engine.
-          sequence: of the engine's.
+          caches: the engine's caches.
+          sequence: one of the engine's sequences.
           followers: the processes that have other parts of the caches, if there are any.
         """
         chunks: dict[str, list[tuple[jax.Array, ...]]] = {}
@@ -225,14 +228,14 @@ class Transfer:
     def put(
         self, caches: Caches, sequence: Sequence, followers: hosts.Followers | None = None
     ) -> Caches:
-        """Write a sequence's contents where it is to have them (`Sequence.begin_at`), in place.
+        """Write a sequence's contents to its blocks (from `Sequence.begin_at`), in place.
 
-        The caches are donated. The sequence forgets its contents: if it is preempted, it starts
-        over with its tokens.
+        The caches are donated. The sequence drops its contents: if it is preempted, it starts over
+        with its tokens.
 
         Args:
-          caches: of the engine.
-          sequence: of the engine's, with contents.
+          caches: the engine's caches.
+          sequence: one of the engine's sequences, with contents.
           followers: the processes that have other parts of the caches, if there are any.
         """
         contents, sequence.contents = sequence.contents, None
@@ -249,9 +252,9 @@ class Transfer:
         return caches
 
     def take_some(self, caches: Caches, group: str, ids: np.ndarray) -> tuple[jax.Array, ...]:
-        """Take what one call takes of a group: rows of blocks, or a state.
+        """Take one call's worth of a group: rows of blocks, or a state.
 
-        Processes that share the devices must call it together; each has all of it.
+        Processes that share the devices must call this together; each gets the whole result.
         """
         found = self._program(take_states if group in self._states else take_rows, group, caches)(
             caches, ids
@@ -264,15 +267,15 @@ class Transfer:
     def put_some(
         self, caches: Caches, group: str, ids: np.ndarray, rows: Row[np.ndarray] | None = None
     ) -> Caches:
-        """Write what one call puts, of a group, in place. The caches are donated.
+        """Write one call's worth of a group, in place. The caches are donated.
 
-        Processes that share the devices must call it together. The first one's rows are put.
+        Processes that share the devices must call this together. The first one's rows are written.
 
         Args:
-          caches: of the engine.
+          caches: the engine's caches.
           group: the group.
           ids: int32 [n], of blocks, or of one state's slot.
-          rows: whole ones, [n * S, ...], [n, ...] or [1, ...], of each part of the group; None: the
+          rows: whole rows, [n * S, ...], [n, ...] or [1, ...], of each part of the group; None: the
             first process has them.
         """
         parts = self.parts_of(group)
@@ -285,7 +288,7 @@ class Transfer:
         return jax.block_until_ready(caches) if self._has_others else caches
 
     def _sent(self, parts: Row[Part], count: int, rows: Row[np.ndarray] | None) -> list[np.ndarray]:
-        """The first process's rows of one call, on all of them."""
+        """Send the first process's rows of one call to all processes."""
         shapes = [(count * self._rows_of(part), *part.row) for part in parts]
         dtypes = [jnp.dtype(part.dtype) for part in parts]
         sizes = [math.prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
@@ -297,7 +300,7 @@ class Transfer:
         return found
 
     def whole(self, part: Part, found: jax.Array) -> np.ndarray:
-        """Rows as one device would have taken them, on the host."""
+        """Return rows on the host, as a single device would have taken them."""
         share = self._share_of[part]
         return np.asarray(found) if share is None else share.join(np.asarray(found))
 
@@ -309,7 +312,7 @@ class Transfer:
         return self._shares.mesh.spread(share.deal(rows))
 
     def _program(self, f: Callable, group: str, caches: Caches) -> Callable:
-        """One of the functions below for a group, on all devices."""
+        """Return one of the functions below for a group, on all devices."""
         run = functools.partial(f, group=group)
         if self._shares is None:
             return run
@@ -325,21 +328,21 @@ class Transfer:
         return self._programs[f, group]
 
     def check(self, contents: Contents, prompt: Row[int]) -> None:
-        """See that contents are of a prompt, but for its last token, and fit these caches.
+        """Check that contents cover a prompt except its last token, and fit these caches.
 
         Raises:
-          ValueError: they are of fewer or more tokens, or of other shapes or dtypes.
+          ValueError: they have the wrong number of tokens, or wrong shapes or dtypes.
         """
         found = [(array.shape, array.dtype) for array in contents.arrays]
         n = len(prompt) - 1
         if n < 1 or contents.num_tokens != n or found != self.shapes(n):
             raise ValueError(
                 f"contents: {contents.num_tokens} tokens in {len(found)} arrays of "
-                f"{contents.nbytes} bytes, but must be {n} tokens in arrays as these caches are"
+                f"{contents.nbytes} bytes, but must be {n} tokens in arrays that fit these caches"
             )
 
     def _ids(self, sequence: Sequence, group: str, num_tokens: int) -> Iterator[np.ndarray]:
-        """The ids at which lies what the next query sees, a call's worth at a time."""
+        """Yield the ids of what the next query sees, a call's worth at a time."""
         if group in self._states:
             yield np.array([sequence.states[group].read], np.int32)
             return
@@ -352,11 +355,11 @@ class Transfer:
             yield some
 
     def _rows_of(self, part: Part) -> int:
-        """How many rows of a part lie at one id."""
+        """Return how many rows of a part one id has."""
         return self.block_size if part.per == "token" else 1
 
     def _padded(self, part: Part, rows: np.ndarray, num_tokens: int, calls: int) -> np.ndarray:
-        """A part's rows as they lie at whole ids, [calls, rows of a call, ...]."""
+        """Pad a part's rows to whole ids, [calls, rows of a call, ...]."""
         if part.per == "state":
             return rows[None]
         count = self._num_ids * self._rows_of(part)
@@ -370,12 +373,12 @@ class Transfer:
 
 
 def take_there(engine: Engine, group: str, ids: np.ndarray) -> None:
-    """Another process's part of `Transfer.take`."""
+    """Run another process's part of `Transfer.take`."""
     engine.transfer.take_some(engine.caches, group, ids)
 
 
 def put_there(engine: Engine, group: str, ids: np.ndarray) -> None:
-    """Another process's part of `Transfer.put`."""
+    """Run another process's part of `Transfer.put`."""
     engine.caches = engine.transfer.put_some(engine.caches, group, ids)
 
 
@@ -384,7 +387,7 @@ def put_there(engine: Engine, group: str, ids: np.ndarray) -> None:
 
 @functools.partial(jax.jit, static_argnames="group")
 def take_rows(caches: Caches, ids: jax.Array, group: str) -> tuple[jax.Array, ...]:
-    """Rows of the tokens in blocks int32 [n] (-1 pads: zeros), of a group's layers.
+    """Return rows of the tokens in blocks int32 [n] (-1 pads: zeros), of a group's layers.
 
     Returns: an array [n * S, K, ...] for each `Part` of the group that has a row per token, and
       [n, K] for a scale per block.
@@ -398,7 +401,7 @@ def take_rows(caches: Caches, ids: jax.Array, group: str) -> tuple[jax.Array, ..
 
 @functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
 def put_rows(caches: Caches, ids: jax.Array, rows: tuple[jax.Array, ...], group: str) -> Caches:
-    """Write what `take_rows` returns into blocks int32 [n] (-1: nowhere). In place."""
+    """Write what `take_rows` returns into blocks int32 [n] (-1: nowhere), in place."""
     pools, coming = list(caches.pools), iter(rows)
     for place in _in_order(caches, group):
         pool = pools[place.pool]
@@ -411,7 +414,7 @@ def put_rows(caches: Caches, ids: jax.Array, rows: tuple[jax.Array, ...], group:
 
 @functools.partial(jax.jit, static_argnames="group")
 def take_states(caches: Caches, slot: jax.Array, group: str) -> tuple[jax.Array, ...]:
-    """The states in a slot int32 [1]: an array [1, ...] for each `Part` of the group."""
+    """Return the states in a slot int32 [1]: an array [1, ...] for each `Part` of the group."""
     found = (caches.states_at(place.layer, slot) for place in _in_order(caches, group))
     return tuple(array for states in found for array in states)
 
@@ -420,7 +423,7 @@ def take_states(caches: Caches, slot: jax.Array, group: str) -> tuple[jax.Array,
 def put_states(
     caches: Caches, slot: jax.Array, states: tuple[jax.Array, ...], group: str
 ) -> Caches:
-    """Write what `take_states` returns into a slot int32 [1]. In place."""
+    """Write what `take_states` returns into a slot int32 [1], in place."""
     coming = iter(states)
     for place in _in_order(caches, group):
         layer_states = [next(coming) for _ in place.cache.layout.shapes]
@@ -429,16 +432,16 @@ def put_states(
 
 
 def make_transfer(limits: Limits, caches: Caches, model: Model) -> Transfer | None:
-    """Make what takes contents out of an engine's caches and puts them in; None if nothing can.
+    """Make an engine's `Transfer`, or None if contents cannot be moved.
 
-    That is where tokens of a block that has one scale are dealt to several devices.
+    They cannot if the tokens of a block with one scale are spread over several devices.
     """
     transfer = Transfer(limits, caches, shares_of(model))
     return None if transfer.deals_blocks else transfer
 
 
 def parts_of(caches: Caches, shares: Shares | None = None) -> list[tuple[Part, Share | None]]:
-    """The parts of every layer's cache, and each device's share of them."""
+    """Return the parts of every layer's cache, each with its share per device."""
     parts: list[tuple[Part, Share | None]] = []
     for place in _in_order(caches):
         where = place.layer, place.group
@@ -467,7 +470,7 @@ def _in_order(caches: Caches, group: str | None = None) -> list[Place]:
 
 
 def _growing(cache: jattn.KVArray | None) -> list[tuple[str, jax.Array]]:
-    """The arrays that grow with a pool: words, and the scales and zero points that go with them."""
+    """Return the arrays that grow with a pool: words, and their scales and zero points."""
     if cache is None:  # the values are in the keys
         return []
     named = {"words": cache.data, **cache.quant_params._asdict()}
@@ -475,7 +478,7 @@ def _growing(cache: jattn.KVArray | None) -> list[tuple[str, jax.Array]]:
 
 
 def _rows(array: jax.Array, kv_layout: str) -> jax.Array:
-    """Blocks [n, K, S, ...] (or [n, S, K, ...]) as tokens [n * S, K, ...]; [n, K] as it is."""
+    """Reshape blocks [n, K, S, ...] or [n, S, K, ...] to tokens [n * S, K, ...]; keep [n, K]."""
     if array.ndim == 2:
         return array
     array = array if kv_layout == "NHD" else array.swapaxes(1, 2)
@@ -483,7 +486,7 @@ def _rows(array: jax.Array, kv_layout: str) -> jax.Array:
 
 
 def _blocks(cache: jattn.KVArray, coming: Iterator[jax.Array], count: int) -> jattn.KVArray:
-    """The next rows as blocks for a cache, [n, S, K, ...]."""
+    """Reshape the next rows to a cache's blocks, [n, S, K, ...]."""
     changes = {}
     for name, array in _growing(cache):
         rows = next(coming)

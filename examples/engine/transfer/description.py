@@ -16,11 +16,11 @@ from examples.engine.transfer.fingerprint import fingerprint
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-VERSION = 4  # of what is described and of the order of bytes
+VERSION = 4  # of the description and of the order of bytes
 
 
 def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
-    """The facts in which two engines must agree, as JSON."""
+    """Return the facts in which two engines must agree, as JSON."""
     tied = transfer.align > 1
     return {
         "version": VERSION,
@@ -37,12 +37,12 @@ def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]
 
 @hosts.on_all_hosts
 def description_of(engine: Engine) -> dict[str, Any]:
-    """As `describe`, of an engine that may have devices of several processes."""
+    """Describe an engine, as `describe` does, even if its devices belong to several processes."""
     return describe(engine.model, engine.transfer, engine.caches)
 
 
 def differences(theirs: Any, ours: Mapping[str, Any]) -> list[str]:
-    """In what another engine's description differs, a sentence each; none: contents may move."""
+    """Return how another engine's description differs, one sentence each; none: it fits."""
     if not isinstance(theirs, Mapping):
         return ["its description must be a JSON object"]
     found = []
@@ -61,11 +61,11 @@ def differences(theirs: Any, ours: Mapping[str, Any]) -> list[str]:
 
 
 def digest(description: Mapping[str, Any]) -> str:
-    """A short name for a description."""
+    """Return a short name for a description."""
     return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()[:32]
 
 
 def _what(part: Part) -> str:
-    """A part in words."""
+    """Describe a part in words."""
     sight = "" if part.window is None else f", window {part.window}"
     return f"layer {part.layer} {part.name}: {part.dtype}{list(part.row)} per {part.per}{sight}"

@@ -1,12 +1,12 @@
-"""A digest of a model's weights: two engines have the same one if all bits of theirs are equal.
+"""A digest of a model's weights: two engines have the same one if all their bits are equal.
 
     of an array    sum over i of mix(bits of number i, i)       modulo 2^32
     of a model     SHA-256 of the sums, with names, dtypes and whole shapes
 
 where i counts the numbers of the whole array in C order, so a permutation of them changes the sum.
-Each device adds up what it has of an array, at the places that this has in the whole one, and
-several devices with the same part count once: the sums are the same on every mesh. Of joined
-weights each layer's rows are added up, as if they were an array of their own.
+Each device adds up its part of an array, using positions in the whole one, and a part that several
+devices have counts once, so the sums are the same on every mesh. Joined weights are added up per
+layer, as if each layer's rows were a separate array.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from examples.engine.model import Model
 from examples.models.joined import named_arrays
 from examples.models.lora import Adapted
 
-NUMBERS_AT_A_TIME = 1 << 24  # XLA for CPU keeps 4 bytes for each until they are added up
+NUMBERS_AT_A_TIME = 1 << 24  # XLA on CPUs keeps 4 bytes for each until they are added up
 
 
 def fingerprint(model: Model) -> str:
-    """The digest of a model's weights, without those of adapters, in hexadecimal."""
+    """Return the digest of a model's weights, without its adapters', in hexadecimal."""
     params = model.params.base if isinstance(model.params, Adapted) else model.params
     num_parts = model.mesh.num_parts if model.mesh else 1
     found = []
@@ -41,18 +41,18 @@ def fingerprint(model: Model) -> str:
 
 
 def _sum_of(array: jax.Array, whole: Parameter, local: Parameter, num_parts: int) -> int:
-    """The sum of an array's mixed numbers, modulo 2^32.
+    """Return the sum of an array's mixed numbers, modulo 2^32.
 
     Args:
-      array: what all devices have of it, one after another along the axis that is split.
-      whole, local: the parameter of the whole model, and of a device's.
+      array: all devices' parts, concatenated along the axis that is split.
+      whole, local: the parameter in the whole model, and on one device.
       num_parts: how many devices there are.
     """
     axis, total = split_axis(whole, local), 0
     places, counts = _places(whole, local, num_parts)
     if not array.ndim:
         array = array[None]
-    # Parts of the longest axis that is not split, so that each device has some of every part.
+    # Take parts along the longest axis that is not split, so that devices share every part.
     free = [other for other in range(array.ndim) if other != axis]
     along = max(free, key=lambda other: array.shape[other], default=0)
     size = array.shape[along]
@@ -68,10 +68,10 @@ def _sum_of(array: jax.Array, whole: Parameter, local: Parameter, num_parts: int
 def _places(
     whole: Parameter, local: Parameter, num_parts: int
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Where what all devices have of an array, one after another, lies in the whole one.
+    """Return where the concatenation of all devices' parts is in the whole array.
 
     Returns: for each axis uint32 [n], whose sum is a number's place in C order, modulo 2^32; and
-      bool [n], which to count along the axis that is split, so that each place counts once.
+      bool [n], which entries to count along the split axis, so that each place counts once.
     """
     shape, axis = whole.shape or (1,), split_axis(whole, local)
     runs, counts = [np.arange(size, dtype=np.uint64) for size in shape], None
@@ -90,7 +90,7 @@ def _places(
 def _sum(
     array: jax.Array, places: list[jax.Array], counts: jax.Array | None, axis: int
 ) -> jax.Array:
-    """The sum of an array's mixed numbers, uint32; `counts` (None: all) is along an axis."""
+    """Sum an array's mixed numbers, uint32; `counts` (None: all) applies along an axis."""
     index = jnp.zeros(array.shape, jnp.uint32)
     for other, steps in enumerate(places):
         index += jax.lax.broadcast_in_dim(steps, array.shape, (other,))

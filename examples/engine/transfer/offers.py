@@ -1,13 +1,13 @@
-"""Prompts that other servers ask for: this one reads them and keeps what its caches hold of them.
+"""Read prompts for other servers, and keep their cache contents until these fetch them.
 
-    GET    /prefill         what contents mean here (`description.py`); must be equal there
-    POST   /prefill         offer: read a prompt; its id, bytes and checksum
-    GET    /prefill/{id}    fetch: the bytes of every array, one after another, as they are
-    DELETE /prefill/{id}    release: it is not needed any more
+    GET    /prefill         what contents mean here (`description.py`), which must be equal there
+    POST   /prefill         offer: read a prompt; returns its id, size and checksum
+    GET    /prefill/{id}    fetch: the bytes of every array, one after another, unconverted
+    DELETE /prefill/{id}    release: it is no longer needed
 
-The blocks go back to the pool when the prompt has been read: a receiver that is slow or dead holds
-host memory only, of which there is a limit, and for a limited time. Ids cannot be guessed. Wrong
-requests are answered like those of the API; nothing that arrives here is written to a cache.
+The blocks return to the pool once the prompt has been read: a slow or dead receiver only holds host
+memory, up to a limit and for a limited time. Ids cannot be guessed. Invalid requests get errors
+like those of the API; nothing that arrives here is written to a cache.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from examples.engine.transfer.contents import Contents, Taken
 from examples.engine.transfer.description import description_of, digest
 from examples.engine.transfer.remote import PATH
 
-CHUNK_BYTES = 1 << 18  # that are sent at a time
-KEPT_SECONDS = 60.0  # that an offer waits to be fetched
+CHUNK_BYTES = 1 << 18  # sent at a time
+KEPT_SECONDS = 60.0  # how long an offer waits to be fetched
 
 
 @dataclasses.dataclass(eq=False)
 class Offer:
-    """Contents that are about to be fetched from the device, are kept, or are being sent."""
+    """Contents to be copied from the device, kept, or being sent."""
 
     num_bytes: int
     contents: Contents | None = None
     checksum: int | None = None
 
     def fetch(self, taken: Taken) -> None:
-        """Called in a thread, as it waits for the device."""
+        """Copy the contents to the host, in a thread because this waits for the device."""
         self.contents = taken.fetched()
         self.checksum = self.contents.checksum
 
@@ -57,8 +57,8 @@ class Offers:
         """Keep nothing yet.
 
         Args:
-          most_bytes: that offers hold at a time.
-          seconds: after which contents are given up.
+          most_bytes: the most bytes that offers may hold at a time.
+          seconds: after which contents are dropped.
         """
         self.most_bytes, self.seconds = most_bytes, seconds
         self._kept: dict[str, Offer] = {}
@@ -66,14 +66,14 @@ class Offers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that offers hold, whether kept or not."""
+        """Bytes that offers hold, kept or not."""
         return sum(offer.num_bytes for offer in self._all)
 
     def reserve(self, num_bytes: int) -> Offer:
-        """Room for contents, for as long as anything holds what is returned.
+        """Reserve room for contents, for as long as anything references the returned offer.
 
         Raises:
-          ServerFullError: there is none.
+          ServerFullError: there is not enough room.
         """
         if self.nbytes + num_bytes > self.most_bytes:
             raise ServerFullError
@@ -82,22 +82,22 @@ class Offers:
         return offer
 
     def give_back(self, offer: Offer) -> None:
-        """Take back its room, as it will have no contents."""
+        """Release an offer's room, as it will have no contents."""
         self._all.discard(offer)
 
     def keep(self, offer: Offer) -> str:
-        """Keep contents that were fetched, for some time; their id."""
+        """Keep copied contents for some time; return their id."""
         id = secrets.token_urlsafe(16)
         self._kept[id] = offer
         asyncio.get_running_loop().call_later(self.seconds, self.release, id)
         return id
 
     def get(self, id: str) -> Offer | None:
-        """The contents kept under an id."""
+        """Return the contents kept under an id."""
         return self._kept.get(id)
 
     def release(self, id: str) -> bool:
-        """Keep it no longer; whether it was kept."""
+        """Stop keeping an offer; return whether it was kept."""
         return self._kept.pop(id, None) is not None
 
 
@@ -110,14 +110,14 @@ class PrefillHandlers:
         Args:
           thread: runs the engine.
           access: limits of requests.
-          offers: keeps what was read.
+          offers: keeps the contents of prompts that were read.
         """
         self._thread, self._access, self._offers = thread, access, offers
         self._description = description_of(thread.engine)
         self._digest = digest(self._description)
 
     def routes(self) -> list[Route]:
-        """Where the handlers are found."""
+        """Return the routes of the handlers."""
         return [
             Route(PATH, self.describe, methods=["GET"]),
             Route(PATH, self.offer, methods=["POST"]),
@@ -126,11 +126,11 @@ class PrefillHandlers:
         ]
 
     async def describe(self, _: HttpRequest) -> Response:
-        """Say what contents mean here."""
+        """Describe what contents mean here."""
         return JSONResponse(self._description)
 
     async def offer(self, http: HttpRequest) -> Response:
-        """Read a prompt, unless the client goes away before."""
+        """Read a prompt, unless the client disconnects first."""
         body = await read_body(http, self._access)
         try:
             request = await asyncio.to_thread(self._parse, body)
@@ -156,7 +156,7 @@ class PrefillHandlers:
         """Send the bytes of an offer."""
         offer = self._offers.get(http.path_params["id"])
         if offer is None:
-            return error_response(404, "there is no such offer: it may have waited for too long")
+            return error_response(404, "there is no such offer: it may have expired")
 
         async def chunks() -> AsyncIterator[memoryview]:
             for data in offer.contents.bytes():
@@ -167,7 +167,7 @@ class PrefillHandlers:
         return StreamingResponse(chunks(), headers=headers, media_type="application/octet-stream")
 
     async def release(self, http: HttpRequest) -> Response:
-        """Forget an offer."""
+        """Release an offer."""
         return Response(status_code=204 if self._offers.release(http.path_params["id"]) else 404)
 
     def _parse(self, body: bytes) -> Request:
@@ -176,7 +176,7 @@ class PrefillHandlers:
             raise ValueError("the body must be a JSON object")
         if given.get("config") != self._digest:
             raise _OtherModelError(
-                "config is not this server's: another model, dtype or cache format "
+                "config is not this server's: its model, dtype or cache format differs "
                 f"(GET {PATH} describes them)"
             )
         engine, following = self._thread.engine, given.get("next")
@@ -194,7 +194,7 @@ class PrefillHandlers:
         return Request(tuple(prompt), 1, follow=(following,), hands_over=True)
 
     async def _read(self, request: Request) -> dict[str, Any]:
-        """Read a prompt, and offer it."""
+        """Read a prompt, and offer its contents."""
         with self._thread.reserve(1):
             async with contextlib.aclosing(self._thread.stream(request)) as outputs:
                 (output,) = [output async for output in outputs]
@@ -212,10 +212,10 @@ class PrefillHandlers:
 
 
 class _OtherModelError(Exception):
-    """The receiver has another model."""
+    """The receiver has a different model."""
 
 
 async def _gone(http: HttpRequest) -> None:
-    """Wait until the client has gone away."""
+    """Wait until the client disconnects."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -1,12 +1,12 @@
-"""Prompts that another server reads for this one, over HTTP (`examples/engine/transfer/offers.py`).
+"""Let other servers read prompts for this one, over HTTP (`examples/engine/transfer/offers.py`).
 
-    offer     the prompt goes there and is read, while this engine decodes
+    offer     the other server reads the prompt, while this engine decodes
     fetch     the bytes come here, into arrays whose sizes follow from this engine's own caches
-    release   they are not needed there any more
+    release   the other server may drop them
 
-Nothing that comes is trusted. There must be as many bytes as these caches need, with the offer's
-checksum, and they are put into blocks of the request alone. After any failure the prompt is read
-here.
+No received data is trusted. It must have as many bytes as these caches need, with the offer's
+checksum, and is written only to the request's own blocks. After any failure this server reads the
+prompt itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from examples.engine.request import Request
 from examples.engine.transfer.contents import Contents, Transfer
 from examples.engine.transfer.description import differences, digest
 
-CHUNK_BYTES = 1 << 20  # that are read at a time, between two readings of the clock
-MOST_JSON = 4 << 20  # bytes of an answer other than contents
-RETRY_SECONDS = 5.0  # after a failure, in which a server is not asked
-MOST_ON_THEIR_WAY = 32  # prompts; others wait here
+CHUNK_BYTES = 1 << 20  # read at a time, between two checks of the clock
+MOST_JSON = 4 << 20  # bytes of a response other than contents
+RETRY_SECONDS = 5.0  # after a failure, during which a server gets no prompts
+MOST_ON_THEIR_WAY = 32  # prompts in transfer; others wait here
 PATH = "/prefill"
 
 
 class TransferError(RuntimeError):
-    """A prompt could not be had of another server."""
+    """Another server could not provide a prompt."""
 
 
 class TransferRefusedError(TransferError):
-    """One prompt cannot be had; others may."""
+    """Another server refused one prompt, but may accept others."""
 
 
 class PrefillServer:
@@ -55,13 +55,13 @@ class PrefillServer:
         api_key: str | None = None,
         seconds: float = 30.0,
     ):
-        """Say where it is. Nothing is sent yet.
+        """Store its address; send nothing yet.
 
         Args:
           url: such as http://127.0.0.1:8001.
-          transfer: of this server's engine, which knows what sizes must come.
-          description: of this server's engine, which the other's must equal.
-          api_key: that the other server requires.
+          transfer: this engine's, which knows the expected sizes.
+          description: this engine's, which the other server's must equal.
+          api_key: the key that the other server requires.
           seconds: in which a prompt must be read and arrive.
 
         Raises:
@@ -79,19 +79,19 @@ class PrefillServer:
         self.transfer, self.description = transfer, description
         self.digest, self.api_key, self.seconds = digest(description), api_key, seconds
         self.num_asked = 0  # prompts that it is reading or sending
-        self._failed: float | None = None  # when it did last, by time.monotonic()
+        self._failed: float | None = None  # when it last did, by time.monotonic()
 
     @property
     def rests(self) -> bool:
-        """Whether it has failed a moment ago, and is not asked again yet."""
+        """Whether it failed recently and gets no prompts for now."""
         return self._failed is not None and time.monotonic() - self._failed < RETRY_SECONDS
 
     def check(self) -> None:
-        """See that its contents mean the same as here.
+        """Check that its contents mean the same as here.
 
         Raises:
           ValueError: they do not, or it reads no prompts.
-          TransferError, OSError, http.client.HTTPException: it does not answer as it should.
+          TransferError, OSError, http.client.HTTPException: it does not respond as it should.
         """
         with Connection(self) as connection:
             status, theirs = connection.ask("GET", "")
@@ -108,15 +108,15 @@ class PrefillServer:
         make: Callable[[int], Contents],
         following: int | None = None,
     ) -> Contents:
-        """Fetch the contents of its caches for a prompt; called in any thread.
+        """Fetch the contents of its caches for a prompt, from any thread.
 
         Args:
-          prompt: tokens.
-          make: arrays for the contents of some tokens.
-          following: the token after them, of which an MTP layer's last keys and values are made.
+          prompt: the tokens.
+          make: allocates arrays for some tokens' contents.
+          following: the token after them, which an MTP layer's last keys and values depend on.
 
         Raises:
-          Exception: it failed, in whatever way.
+          Exception: it failed, for any reason.
         """
         try:
             with Connection(self) as connection:
@@ -125,7 +125,7 @@ class PrefillServer:
                 connection.fetch(offered["id"], contents)
                 connection.release(offered["id"])
             if contents.checksum != offered.get("crc32"):
-                raise TransferError("the bytes are not those that were offered: CRC-32 differs")
+                raise TransferError("the bytes differ from those offered: their CRC-32 is wrong")
         except TransferRefusedError:
             raise
         except Exception:
@@ -150,10 +150,10 @@ class Connection:
         self._http.close()
 
     def offer(self, prompt: Sequence[int], following: int | None = None) -> dict[str, Any]:
-        """Have a prompt read: the id and the checksum of what there is to fetch.
+        """Ask the server to read a prompt; return the id and checksum of its contents.
 
         Raises:
-          TransferError: it was not, or what is offered has another size than it must.
+          TransferError: the prompt was not read, or the offer has the wrong size.
         """
         body = {"prompt": list(prompt), "next": following, "config": self._server.digest}
         status, offered = self.ask("POST", "", body)
@@ -171,28 +171,28 @@ class Connection:
         """Read the bytes of an offer into arrays.
 
         Raises:
-          TransferError: there are more or fewer, or they take too long.
+          TransferError: there are more or fewer bytes, or they take too long.
         """
         response = self._send("GET", f"/{id}")
         if response.status != 200:
             raise TransferError(_reason(response.status, self._json(response)))
         if response.length != contents.nbytes:
-            raise TransferError(f"{response.length} bytes come, but must be {contents.nbytes}")
+            raise TransferError(f"it sends {response.length} bytes, not {contents.nbytes}")
         for data in contents.bytes():
             while data:
                 found = self._some(response, len(data))
                 if not found:
-                    raise TransferError("the connection has ended amid the bytes")
+                    raise TransferError("the connection closed before all bytes arrived")
                 data[: len(found)] = found
                 data = data[len(found) :]
         response.read()  # nothing: the connection is free for the next call
 
     def release(self, id: str) -> None:
-        """Say that an offer is not needed any more."""
+        """Tell the server that an offer is no longer needed."""
         self._json(self._send("DELETE", f"/{id}"))
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON of an answer; None if it is not JSON."""
+        """Send a request; return the response's status and JSON, or None if it is not JSON."""
         response = self._send(method, path, body)
         return response.status, self._json(response)
 
@@ -217,7 +217,7 @@ class Connection:
             return None
 
     def _some(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """Read the next part of a body, without waiting for all of it; nothing at its end."""
+        """Read the next part of a body without waiting for all of it; empty at its end."""
         self._in_time()
         return response.read1(min(most, CHUNK_BYTES))
 
@@ -236,17 +236,17 @@ class Connection:
 
 
 class Remote:
-    """Has prompts read elsewhere, where that saves something."""
+    """Sends prompts to other servers for prefill when that saves time."""
 
     def __init__(
         self, servers: Sequence[PrefillServer], *, least_tokens: int = 64, most_bytes: int = 1 << 30
     ):
-        """Ask no one yet.
+        """Send nothing yet.
 
         Args:
-          servers: that read prompts; the one that is asked for fewest gets the next.
-          least_tokens: prompts of which fewer are to be computed are read here.
-          most_bytes: of contents that are on their way or wait to be put into the caches.
+          servers: servers that read prompts; the one with the fewest prompts gets the next.
+          least_tokens: prompts with fewer tokens to compute are read here.
+          most_bytes: the most bytes of contents in transfer or waiting to be put into the caches.
         """
         self.servers, self.least_tokens = tuple(servers), least_tokens
         self._left, self._changed = most_bytes, threading.Condition()
@@ -256,7 +256,7 @@ class Remote:
         self._counting = threading.Lock()  # of the servers' `num_asked`
 
     def wants(self, engine: Engine, request: Request) -> bool:
-        """Whether a prompt is to be read elsewhere. Called in the engine's thread."""
+        """Whether another server should read a prompt. Called in the engine's thread."""
         if (
             request.prompt_logprobs
             or request.adapter
@@ -273,12 +273,13 @@ class Remote:
         done: Callable[[Contents | None], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Have all but a prompt's last token read.
+        """Send all but a prompt's last token to another server.
 
         Args:
           prompt: its tokens.
-          done: called in another thread, with what arrived, or None if nothing did.
-          is_wanted: called there when it is the prompt's turn; if it is not, no server is asked.
+          done: called in another thread, with the contents, or None if none arrived.
+          is_wanted: called there when it is the prompt's turn; if it returns False, no server is
+            asked.
         """
 
         def read() -> None:
@@ -292,7 +293,7 @@ class Remote:
         self._prompts.put(read)
         if self._num_threads < MOST_ON_THEIR_WAY:
             self._num_threads += 1
-            # Not a pool of `concurrent.futures`, whose threads the end of the process waits for.
+            # Not a pool of `concurrent.futures`: the process would wait for its threads at exit.
             threading.Thread(target=self._run, name="prefill", daemon=True).start()
 
     def _run(self) -> None:
@@ -317,15 +318,15 @@ class Remote:
                 server.num_asked -= 1
 
     def _make(self, server: PrefillServer, num_tokens: int) -> Contents:
-        """Arrays for what arrives, once there is room for them."""
+        """Allocate arrays for what arrives, once there is room for them."""
         nbytes = server.transfer.nbytes(num_tokens)
         if nbytes > self._most_bytes:
             raise TransferRefusedError(
-                f"{nbytes} bytes are more than the {self._most_bytes} there may be"
+                f"it needs {nbytes} bytes, but there is room for {self._most_bytes}"
             )
         with self._changed:
             if not self._changed.wait_for(lambda: self._left >= nbytes, server.seconds):
-                raise TransferRefusedError("what arrived before has not been put into the caches")
+                raise TransferRefusedError("earlier contents are still waiting to be put in caches")
             self._left -= nbytes
         contents = server.transfer.empty(num_tokens)
         weakref.finalize(contents, self._give_back, nbytes)
@@ -338,9 +339,9 @@ class Remote:
 
 
 def _reason(status: int, answer: Any) -> str:
-    """Why a server refuses."""
+    """Return why a server refuses."""
     try:
         said = str(answer["error"]["message"])[:300]
     except (TypeError, KeyError):
         said = "no reason"
-    return f"it answers {status}: {said}"
+    return f"it responds with {status}: {said}"

@@ -1,11 +1,11 @@
 """Each mesh device's share of a prompt's contents, and how shares make up the whole.
 
-    device   its KV heads, heads of states, channels      of the tokens that `context` deals to it
+    device   its KV heads, heads of states, channels      of the tokens that `context` gives it
     whole    all of them, as an engine on one device has
 
-Two engines of different meshes exchange whole contents (`contents.py`): the sender joins what its
-devices took, and the receiver deals out what each of its own puts. Both happen on the host, where
-the bytes are anyway, so no device sends anything to another one.
+Two engines with different meshes exchange whole contents (`contents.py`): the sender joins its
+devices' shares, and the receiver splits them into its own devices' shares. Both happen on the host,
+where the bytes are anyway, so devices send nothing to each other.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Each device's share of rows of one tensor.
+    """Each device's share of one tensor's rows.
 
-    Of fewer KV heads than devices each lies on several devices, which have the same numbers.
+    If there are fewer KV heads than devices, several devices have the same head's numbers.
     """
 
     whole: Parameter  # a row
-    local: Parameter  # what a device has of it
+    local: Parameter  # a device's part of it
     num_devices: int
-    context: int = 1  # devices that the tokens are dealt to: token p lies on device p % context
+    context: int = 1  # devices that tokens are distributed over: token p is on device p % context
 
     def join(self, found: np.ndarray) -> np.ndarray:
-        """Rows [n, *whole] of what the devices have of them, [devices, n / context, *local]."""
+        """Join the devices' parts [devices, n / context, *local] into rows [n, *whole]."""
         rows = np.empty((found.shape[1] * self.context, *self.whole.shape), found.dtype)
         for device, there in enumerate(found):
             for whole, local in self._places(device):
@@ -42,7 +42,7 @@ class Share:
         return rows
 
     def deal(self, rows: np.ndarray) -> np.ndarray:
-        """Deal rows to devices: the inverse of `join`."""
+        """Split rows into the devices' parts: the inverse of `join`."""
         count = len(rows) // self.context
         found = np.empty((self.num_devices, count, *self.local.shape), rows.dtype)
         for device, there in enumerate(found):
@@ -51,7 +51,7 @@ class Share:
         return found
 
     def _places(self, device: int) -> Iterator[tuple[Index, Index]]:
-        """Where runs of a device's part lie in whole rows, and in its own."""
+        """Yield where runs of a device's part are in whole rows, and in its own."""
         axis, begin = split_axis(self.whole, self.local), 0
         for index in part_slices(self.whole, self.local, device, self.num_devices):
             local = list(index)
@@ -66,11 +66,11 @@ class Shares:
     """The shares of all layers."""
 
     mesh: DeviceMesh
-    whole: Mapping[int, AttentionCache | StateCache]  # what layers keep on one device
+    whole: Mapping[int, AttentionCache | StateCache]  # the layers' caches on a single device
     local: Mapping[int, AttentionCache | StateCache]
 
     def of_rows(self, layer: int, row: tuple[int, ...]) -> Share:
-        """Of rows `[K, ...]` of an attention layer, given a device's."""
+        """Return the share of an attention layer's rows `[K, ...]`, given a device's row."""
         whole, local = self.whole[layer], self.local[layer]
         assert isinstance(whole, AttentionCache)
         assert isinstance(local, AttentionCache)
@@ -78,7 +78,7 @@ class Shares:
         return Share(*shapes, self.mesh.num_parts, local.context)
 
     def of_states(self, layer: int, index: int) -> Share:
-        """Of one of a recurrent layer's tensors."""
+        """Return the share of one of a recurrent layer's tensors."""
         shapes = []
         for cache in (self.whole[layer], self.local[layer]):
             assert isinstance(cache, StateCache)
@@ -88,7 +88,7 @@ class Shares:
 
 
 def shares_of(model: Model) -> Shares | None:
-    """The shares of a model's devices; None if it is on one."""
+    """Return the shares of a model's devices; None if it is on a single one."""
     if model.mesh is None:
         return None
     return Shares(model.mesh, model.whole_layers, model.layers)
