@@ -1,6 +1,6 @@
-"""English prose about Python: what `examples/train_byte_model.py` reads.
+"""English prose about Python, for `examples/train_byte_model.py`.
 
-`paragraphs` finds what comes with every CPython: the language reference behind `help()`
+`paragraphs` finds the prose that comes with every CPython: the language reference behind `help()`
 (`pydoc_data.topics`), the docstrings of the standard library, IDLE's help and the licence.
 `documentation` reads Python's documentation in HTML from a directory. All of it is under the PSF
 License Agreement (https://docs.python.org/3/license.html). Nothing is downloaded.
@@ -20,16 +20,16 @@ ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--"}
     | {"\u2026": "...", "\xa0": " ", "\xb6": ""}
 )
-RUN = 8  # words in a row that two paragraphs have in common by copying, hardly by chance
+RUN = 8  # words in a row: if two paragraphs share these, it is by copying rather than by chance
 
 
 def paragraphs() -> list[str]:
-    """Every paragraph of CPython's own prose, each in a line of ASCII and each once, in order."""
+    """Return every paragraph of CPython's prose once, in order, each as one line of ASCII."""
     return _prose(part for text in _texts() for part in re.split(r"\n\s*\n", text))
 
 
 def documentation(directory: Path) -> list[str]:
-    """Every paragraph of the HTML files in a directory, as `paragraphs` gives them.
+    """Return every paragraph of the HTML files in a directory, in the form of `paragraphs`.
 
     Code, tables and navigation are left out. Raises FileNotFoundError if there is no HTML file.
     """
@@ -45,13 +45,13 @@ def documentation(directory: Path) -> list[str]:
 
 
 def without(lines: Iterable[str], known: bytes) -> list[str]:
-    """The lines that have no eight words in a row in common with a text."""
+    """Return the lines that share no eight words in a row with a text."""
     seen = {run for line in known.decode().splitlines() for run in _runs(line)}
     return [line for line in lines if seen.isdisjoint(_runs(line))]
 
 
 def split(lines: list[str], run: int = 20, every: int = 20) -> tuple[bytes, bytes]:
-    """Training and held-out text, a paragraph per line.
+    """Split lines into training and held-out text, a paragraph per line.
 
     One in `every` runs of `run` neighbouring paragraphs is held out: neighbours resemble each
     other, and a paragraph between two that were read would be too easy.
@@ -77,7 +77,7 @@ class _Html(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in self.IGNORED:
             self.num_ignored += 1
-        if tag == "p":  # which may end another that nothing closed
+        if tag == "p":  # it also ends an unclosed one
             self.close_paragraph()
             self.words = []
 
@@ -98,13 +98,13 @@ class _Html(HTMLParser):
 
 
 def _prose(parts: Iterable[str]) -> list[str]:
-    """The parts that are prose, each in one line of ASCII and each once."""
+    """Return the parts that are prose, each once and as one line of ASCII."""
     lines = (" ".join(part.split()) for part in parts)
     return list(dict.fromkeys(line for line in lines if _is_prose(line)))
 
 
 def _runs(line: str) -> set[str]:
-    """Every eight words in a row, without case and punctuation; a shorter line is one run."""
+    """Return every run of eight words, without case and punctuation; a shorter line is one run."""
     words = re.findall(r"[a-z0-9]+", line.lower())
     return {" ".join(words[i : i + RUN]) for i in range(max(len(words) - RUN, 0) + 1)}
 
@@ -123,7 +123,7 @@ def _texts() -> Iterator[str]:
 
 
 def _of_python(source: str) -> Iterator[str]:
-    """The docstrings of a module."""
+    """Yield the docstrings of a module."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -1,7 +1,7 @@
-"""Gemma 4 over rows of tokens without pages: the same model, for training and for comparison.
+"""Gemma 4 over dense rows of tokens, without pages: the same model, for training and comparison.
 
-`examples/models/gemma4.py` asks its caches to attend. `DenseCaches` answers from the rows' own
-keys, which gradients can flow through and short rows make cheap.
+`examples/models/gemma4.py` asks its caches to attend. `DenseCaches` attends to the rows' own keys
+instead: gradients can flow through them, and they are cheap in short rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def attend(
     window: int | None,
     product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
 ) -> jax.Array:
-    """Causal attention of rows [R, n, heads, D] over their own keys, in bands where that is less.
+    """Compute causal attention of rows [R, n, heads, D] over their own keys, in bands if possible.
 
-    With a window W the queries c W ... c W + W - 1 see nothing before key (c - 1) W: where W
-    divides n, each band of W queries is given 2 W keys instead of n.
+    With a window W the queries c W ... c W + W - 1 see nothing before key (c - 1) W: if W divides
+    n, each band of W queries gets 2 W keys instead of n.
     """
     num_rows, n, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
@@ -58,9 +58,9 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class DenseCaches:
-    """Stands in for the pages (`examples/engine/caches.py`) where rows hold all their keys.
+    """Replaces the pages (`examples/engine/caches.py`) for rows that hold all their keys.
 
-    It lives inside a traced function: keys and values wait here for layers that share them.
+    It lives inside a traced function: it keeps keys and values for layers that share them.
     """
 
     windows: Mapping[int, int | None]  # by layer
@@ -68,7 +68,7 @@ class DenseCaches:
     kept: Mapping[int, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
 
     def attend(self, layer, query, batch, *, key=None, value=None, scale):
-        """Attention of tokens [T, heads, D] in rows of `batch.max_query_len`, causal in a row."""
+        """Attend with tokens [T, heads, D] in rows of `batch.max_query_len`, causally in a row."""
 
         def rows(x: jax.Array) -> jax.Array:
             return x.reshape(-1, batch.max_query_len, *x.shape[1:])
@@ -83,7 +83,7 @@ class DenseCaches:
 
 
 def dense_logits(model: Gemma4, tokens: jax.Array, product=jnp.matmul) -> jax.Array:
-    """Logits after every token of rows [R, n] that know nothing of each other: [R, n, 256]."""
+    """Return logits [R, n, 256] after every token of independent rows [R, n]."""
     num_rows, n = tokens.shape
     batch = Batch(
         tokens=tokens.reshape(-1),

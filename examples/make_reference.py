@@ -1,15 +1,15 @@
 """Write a checkpoint's `reference.npz` with transformers, for `generate.py --verify`.
 
-    python examples/make_reference.py DIR          # for a checkpoint that is there
+    python examples/make_reference.py DIR          # for an existing checkpoint
     python examples/make_reference.py DIR --tiny qwen3    # first make a small random one in DIR
 
-Needs torch and transformers (`pip install '.[conformance]'`). The file holds
+This needs torch and transformers (`pip install '.[conformance]'`). The file holds
 - `prompts` int32 [8, 100], padded with -1, and `prompt_lens`: random tokens;
 - `tokens` int32 [8, 32]: the greedy continuation of each;
-- `logits` float32 [8, 32, vocabulary]: what each token was chosen from, computed in float32 by
-  transformers' eager attention, a token at a time with a cache;
-- `margin` [8, 32]: the largest logit minus the second, which should be well above 1e-3, or the
-  choice is rounding's;
+- `logits` float32 [8, 32, vocabulary]: the logits from which each token was chosen, computed in
+  float32 by transformers' eager attention, a token at a time with a cache;
+- `margin` [8, 32]: the largest logit minus the second, which should be well above 1e-3, or else
+  rounding decides the choice;
 - `self_check_max_abs`: how far those logits are from one pass over the whole text without a cache.
 """
 
@@ -30,10 +30,10 @@ LEAST_MARGIN = 1.5e-3
 
 
 def tiny_qwen3(seed: int) -> transformers.PreTrainedModel:
-    """A random Qwen3 with true head sizes and a vocabulary of bytes.
+    """Make a random Qwen3 with real head sizes and a vocabulary of bytes.
 
-    Weights are of unit gain, and those of the query and key norms make attention logits of
-    standard deviation 3: sharper than plain initialisation, softer than one-hot. All are exact in
+    Weights have unit gain, and those of the query and key norms give attention logits a standard
+    deviation of 3: sharper than plain initialisation, softer than one-hot. All are exact in
     bfloat16, in which they are stored.
     """
     config = transformers.Qwen3Config(
@@ -65,10 +65,11 @@ def tiny_qwen3(seed: int) -> transformers.PreTrainedModel:
 
 
 def tiny_deepseek(seed: int) -> transformers.PreTrainedModel:
-    """A random DeepSeek-V3 with a latent cache of the true size, and a vocabulary of bytes.
+    """Make a random DeepSeek-V3 with a latent cache of the real size, and a vocabulary of bytes.
 
-    The balancing correction of experts is so large that it alone decides which are chosen, others
-    in each layer: a choice that depended on the hidden state would not be continuous.
+    The experts' balancing correction is so large that it decides by itself which are chosen, with
+    different ones in each layer: a choice that depended on the hidden state would not be
+    continuous.
     """
     config = transformers.DeepseekV3Config(
         vocab_size=256,
@@ -128,16 +129,16 @@ TINY = {"qwen3": tiny_qwen3, "deepseek": tiny_deepseek}
 
 @torch.no_grad()
 def full_logits(model, tokens: list[int], **options) -> np.ndarray:
-    """Logits after every token, in one pass."""
+    """Compute logits after every token, in one pass."""
     return model(torch.tensor([tokens]), use_cache=False, **options).logits[0].float().numpy()
 
 
 @torch.no_grad()
 def continue_greedily(model, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """`NUM_NEW` tokens and the logits they were chosen from, with a cache."""
+    """Return `NUM_NEW` tokens and the logits from which they were chosen, with a cache."""
     tokens, logits, past, feed, done = [], [], None, list(prompt), 0
     for _ in range(NUM_NEW):
-        # transformers may forget what is cached where position_ids is left out.
+        # transformers may ignore what is cached if position_ids is left out.
         positions = torch.arange(done, done + len(feed))[None]
         out = model(
             torch.tensor([feed]), past_key_values=past, use_cache=True, position_ids=positions
@@ -150,7 +151,7 @@ def continue_greedily(model, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]
 
 
 def reference(model, vocab_size: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """The arrays of the file."""
+    """Compute the arrays of the file."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in PROMPT_LENS]
     padded = np.full((len(prompts), max(PROMPT_LENS)), -1, np.int32)
@@ -180,7 +181,7 @@ def main() -> int:
     parser.add_argument("--tiny", choices=TINY, help="make a small random one first")
     options = parser.parse_args()
     if options.tiny:
-        for seed in range(100):  # until rounding decides none of the choices
+        for seed in range(100):  # until rounding decides no choice
             model = TINY[options.tiny](seed)
             made = reference(model, model.config.vocab_size)
             print(f"seed {seed}: least margin {made['margin'].min():.1e}")
@@ -188,7 +189,7 @@ def main() -> int:
                 break
         model.to(torch.bfloat16).save_pretrained(options.directory)
         config = json.loads((options.directory / "config.json").read_text())
-        config["dtype"] = None  # to be computed with in float32
+        config["dtype"] = None  # so that it is computed in float32
         (options.directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (options.directory / "generation_config.json").unlink(missing_ok=True)
     else:

@@ -1,10 +1,10 @@
 """Matrix products of float32 arrays whose operands are rounded to bfloat16, for training.
 
-Processors with AMX multiply bfloat16 many times faster than float32, if XLA for CPU is given
-a product it has a kernel for: `a @ b` of two matrices as they lie in memory, or a batch of such
-products. Reverse mode asks for `a.T @ b` over all tokens instead, which runs eight times slower. So
-both products here have derivatives of their own, which transpose first and multiply then. Sums are
-float32, as everything else in the training step: only the operands are narrow.
+Processors with AMX multiply bfloat16 many times faster than float32, provided that XLA on CPUs has
+a kernel for the product: `a @ b` of two matrices in their memory layout, or a batch of such
+products. Reverse mode needs `a.T @ b` over all tokens instead, which runs eight times slower. So
+both products here have custom derivatives, which transpose first and then multiply. Sums are
+float32, like everything else in the training step: only the operands are narrow.
 
 2^30 multiplications and additions of 4,096 tokens on one core (Xeon with AMX, JAX 0.12):
 
@@ -24,15 +24,15 @@ BLOCK = 64  # rows that are transposed together
 
 
 def narrow(x: jax.Array) -> jax.Array:
-    """x in bfloat16, as an array in memory: every product that needs it reads the same one."""
+    """Convert x to bfloat16, as an array in memory that all products with it read."""
     return jax.lax.optimization_barrier(x.astype(jnp.bfloat16))
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """x [..., m, n] as [..., n, m] in memory.
+    """Transpose x [..., m, n] to [..., n, m] in memory.
 
-    Tall matrices go in two steps, blocks of rows first: XLA walks a column of the whole matrix
-    at a time otherwise, and every number costs a cache line.
+    Tall matrices take two steps, blocks of rows first: otherwise XLA would walk down a column of
+    the whole matrix at a time, and every number would cost a cache line.
     """
     *batch, rows, columns = x.shape
     if rows > BLOCK and rows % BLOCK == 0:
@@ -44,13 +44,13 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a @ b` of bfloat16 matrices, or batches of them, in float32."""
+    """Compute `a @ b` of bfloat16 matrices, or batches of them, in float32."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T` [T, out] of x [T, in] and weight [out, in]."""
+    """Compute `x @ weight.T` [T, out] of x [T, in] and weight [out, in]."""
     return _linear_forward(x, weight)[0]
 
 
@@ -70,7 +70,7 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 @jax.custom_vjp
 def batched(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a @ b` [..., m, n] of batches a [..., m, k] and b [..., k, n]."""
+    """Compute `a @ b` [..., m, n] of batches a [..., m, k] and b [..., k, n]."""
     return _batched_forward(a, b)[0]
 
 

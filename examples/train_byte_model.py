@@ -2,13 +2,14 @@
 
     python examples/train_byte_model.py --out DIR
 
-reads English that comes with CPython, with `--docs DIR` Python's documentation too
+reads English that comes with CPython, and with `--docs DIR` also Python's documentation
 (`examples/byte_text.py`), and writes a checkpoint directory in Hugging Face's layout. The model is
-`examples/models/gemma4.py` itself: training swaps its caches, from pages to short dense rows of the
-same mathematics (`examples/dense_rows.py`), and its products (`examples/narrow_products.py`).
-Matrices are trained with Muon, vectors and the embedding with AdamW, both from optax. The learning
-rate rises, stays, and falls to zero over the last part of the run, which ends after `--steps` or
-`--minutes`. `--resume` goes on from the last saved state, `--start` from a checkpoint's weights:
+`examples/models/gemma4.py` itself: training replaces its paged caches with short dense rows, which
+have the same mathematics (`examples/dense_rows.py`), and its products
+(`examples/narrow_products.py`). Matrices are trained with Muon, vectors and the embedding with
+AdamW, both from optax. The learning rate rises, stays constant, and falls to zero over the last
+part of the run, which ends after `--steps` or `--minutes`. `--resume` continues from the last saved
+state, `--start` from a checkpoint's weights:
 
     python examples/train_byte_model.py --out DIR --minutes 60 --fall 0
     python examples/train_byte_model.py --out DIR --resume --minutes 20
@@ -74,7 +75,7 @@ CONFIG = {
 
 
 def initial_params(config: Gemma4Config, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """Random parameters: with them logits are of size 1, and attention neither sharp nor flat."""
+    """Make random parameters with logits of size 1, and attention neither sharp nor flat."""
     graphdef, params = nnx.split(Gemma4(config, jnp.dtype("float32")))
     rng = np.random.default_rng(seed)
 
@@ -94,7 +95,7 @@ def initial_params(config: Gemma4Config, seed: int) -> tuple[nnx.GraphDef, nnx.S
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for the embedding and vectors, at a learning rate of one."""
+    """Use Muon for matrices, AdamW for the embedding and vectors, at a learning rate of one."""
 
     def matrices(params):
         def spec(path, leaf):
@@ -117,16 +118,16 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def share_of_rate(step: int, done: float, *, fall: float, warmup: int = 50) -> float:
-    """The learning rate over its highest value: rises, stays, and falls to zero at the end.
+    """Return the learning rate over its highest value: it rises, stays, and falls to zero.
 
-    `done` is the part of all steps or of all minutes that is over; the last `fall` of them are
-    those in which the rate falls.
+    `done` is the fraction of all steps or minutes that is over; the rate falls during the last
+    fraction, `fall`.
     """
     return min(1.0, step / warmup, (1 - done) / fall if fall else 1.0)
 
 
 def bits_per_byte(model: Gemma4, rows: jax.Array, *, narrow: bool = False) -> jax.Array:
-    """Mean of -log2 p(byte) over all but the first byte of rows [R, n + 1].
+    """Compute the mean of -log2 p(byte) over all but the first byte of rows [R, n + 1].
 
     With `narrow`, products round their operands to bfloat16 (`examples/narrow_products.py`).
     """
@@ -142,7 +143,7 @@ def bits_per_byte(model: Gemma4, rows: jax.Array, *, narrow: bool = False) -> ja
 
 
 def sample_rows(text: np.ndarray, rng: np.random.Generator, num_rows: int, n: int) -> np.ndarray:
-    """Chunks of n + 1 bytes of a text, int32 [num_rows, n + 1].
+    """Sample chunks of n + 1 bytes of a text, int32 [num_rows, n + 1].
 
     Every second one begins where a paragraph does, as a prompt will; the others begin anywhere.
     """
@@ -154,7 +155,7 @@ def sample_rows(text: np.ndarray, rng: np.random.Generator, num_rows: int, n: in
 
 
 def validation_rows(text: np.ndarray, n: int) -> np.ndarray:
-    """All of a text in chunks of n + 1 bytes that overlap by one, int32 [R, n + 1]."""
+    """Cut a whole text into chunks of n + 1 bytes that overlap by one, int32 [R, n + 1]."""
     count = (len(text) - 1) // n
     starts = np.arange(count)[:, None] * n
     return text[starts + np.arange(n + 1)[None, :]].astype(np.int32)
@@ -169,13 +170,13 @@ def save_checkpoint(directory: Path, params: nnx.State, config: dict) -> None:
     }
     safetensors.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    # A line ends a paragraph, and a paragraph is what the model was taught to write.
+    # A newline ends a paragraph, and the model was trained to write paragraphs.
     generation = {"eos_token_id": ord("\n")}
     (directory / "generation_config.json").write_text(json.dumps(generation) + "\n")
 
 
 def save_state(path: Path, state) -> None:
-    """Write everything training needs to go on, whole or not at all."""
+    """Write atomically everything that training needs to continue."""
     leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     partial = path.with_name("partial.npz")
     np.savez(partial, **leaves)
@@ -190,9 +191,9 @@ def load_state(path: Path, like):
 
 
 def read_texts(docs: Path | None) -> tuple[bytes, list[bytes]]:
-    """The texts to learn and the held-out ones: CPython's own prose, and that of `docs`.
+    """Return the training text and held-out texts: CPython's own prose, and that of `docs`.
 
-    Paragraphs to learn that share a run of words with a held-out one are left out.
+    Training paragraphs that share a run of words with a held-out one are left out.
     """
     sources = [byte_text.paragraphs()]
     if docs is not None:
@@ -205,12 +206,12 @@ def read_texts(docs: Path | None) -> tuple[bytes, list[bytes]]:
 
 
 def load_params(directory: Path) -> nnx.State:
-    """The parameters of a checkpoint, in float32."""
+    """Load the parameters of a checkpoint in float32."""
     return gemma4.load(open_checkpoint(directory), "float32").params
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train as the options say, saving now and then."""
+    """Train as the options say, saving regularly."""
     learned, held_out = read_texts(options.docs)
     text = np.frombuffer(learned, np.uint8)
     graphdef, params = initial_params(Gemma4Config.from_hf(CONFIG), options.seed)
@@ -244,7 +245,7 @@ def train(options: argparse.Namespace) -> None:
     ]
 
     def done(step: int) -> float:
-        """The part of the run that is over before a step."""
+        """Return the fraction of the run that is over before a step."""
         if options.minutes:
             return min((time.perf_counter() - start) / 60 / options.minutes, 1.0)
         return (step - 1) / options.steps
@@ -291,17 +292,17 @@ def main(arguments: list[str] | None = None) -> int:
         type=float,
         metavar="X",
         default=1.0,
-        help="part of the run, at its end, in which the rate falls to zero (%(default)s)",
+        help="fraction of the run, at its end, in which the rate falls to zero (%(default)s)",
     )
     add("--rows", default=8, help="rows in a step (%(default)s)")
     add("--length", default=256, help="bytes in a row (%(default)s)")
     add("--rate", type=float, metavar="X", default=8e-3, help="highest learning rate (%(default)s)")
-    add("--seed", default=0, help="of the parameters and of the rows (%(default)s)")
-    add("--every", default=100, help="steps between two savings (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from DIR/state.npz")
+    add("--seed", default=0, help="seed of the parameters and of the rows (%(default)s)")
+    add("--every", default=100, help="steps between two saves (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/state.npz")
     options = parser.parse_args(arguments)
     if options.resume and not (options.out / "state.npz").is_file():
-        parser.error(f"--resume: {options.out / 'state.npz'} is not there")
+        parser.error(f"--resume: {options.out / 'state.npz'} does not exist")
     if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes is {options.minutes}, but must be more than 0")
     if not 0 <= options.fall <= 1:

@@ -276,7 +276,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         help="a LoRA adapter saved by PEFT, which requests select as their model; may be repeated",
     )
     number("--max-loras", help="the most adapters to make room for (default: those of --lora)")
-    add("--lora-folder", metavar="DIR", help="allow loading adapters from this folder over HTTP")
+    add("--lora-folder", metavar="DIR", help="load and unload adapters of this folder over HTTP")
     number(
         "--max-lora-rank",
         help=f"largest rank to make room for (default: the largest of --lora, or {DEFAULT_RANK})",

@@ -303,7 +303,9 @@ def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), [])
     tokens = tuple(found if isinstance(found, list) else [found])
     if not all(type(token) is int for token in tokens):
-        raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be a token or a list")
+        raise ValueError(
+            f"{directory}: eos_token_id is {found!r}, but must be a token or a list of tokens"
+        )
     return tokens
 
 

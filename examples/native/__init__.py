@@ -1,20 +1,20 @@
 """Products of linear layers and of experts in C++, which XLA calls on a CPU: `product.cc`.
 
-XLA's own products copy one operand to another layout in every call. This one reads weights where
-they lie, by AVX-512 or AVX2, and in bfloat16 by the matrix unit (AMX) where there is one. The 8
-layers' products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with
-these (float32 of up to 16 tokens before it was blocked as it is now; docs/performance-serving.md
-has other machines', too):
+XLA's own products copy one operand to another layout in every call. These read weights in place,
+with AVX-512 or AVX2, and in bfloat16 with the matrix unit (AMX) if there is one. Products of 8
+layers of Qwen3-0.6B on two cores of a Xeon, in milliseconds, first XLA's (JAX 0.12), then these
+(float32 of up to 16 tokens before the current blocking; docs/performance-serving.md also has other
+machines):
 
     tokens       1            8            16            64            96           256
     bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
     float32   21.2  19.3   27.3  22.0   30.5  29.2   69.3  59.7    103  79.5    233   217
 
-Between a step's other operations one token gains nothing in float32, so XLA has it.
+Within a step, one token in float32 is no faster here, so XLA computes it.
 
-`load` compiles the source for the JAX that is installed, once, if the processor has what it takes
-and there is a compiler; until it is called, as the server does (`examples/engine/serve.py`),
-nothing is taken.
+`load` compiles the source once for the installed JAX, if the processor has the instructions and
+there is a compiler. Until it is called, as the server does (`examples/engine/serve.py`), XLA
+computes all products.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEADERS = (
 TARGET, GROUPED = "examples_product", "examples_grouped"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
 FLAGS += ("-pthread", "-Wno-psabi")
-# What a processor must have, as /proc/cpuinfo names it.
+# Features that a processor must have, as /proc/cpuinfo names them.
 LEAST = {"avx2", "fma"}
 WIDE = LEAST | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 PAIRS, TILES = {"avx512_bf16"}, {"amx_tile", "amx_bf16"}
@@ -59,19 +59,19 @@ INSTRUCTIONS = {
         *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
 }
-LEAST_FLOAT32 = 2  # tokens: for one, a step of the engine takes as long with XLA's, or less
-OUTPUTS, BYTES = 32, 64  # what outputs, and bytes of a row, must be multiples of
+LEAST_FLOAT32 = 2  # tokens: for one, a step of the engine is as fast with XLA, or faster
+OUTPUTS, BYTES = 32, 64  # outputs, and bytes of a row, must be multiples of these
 
-_taken: list[str] = []  # dtypes, once it is loaded
-_instructions = ""  # of the library that is loaded
-_tiles = False  # bfloat16 is multiplied by the matrix unit
+_taken: list[str] = []  # dtypes, once the library is loaded
+_instructions = ""  # of the loaded library
+_tiles = False  # whether the matrix unit multiplies bfloat16
 
 
 def load(folder: Path | None = None) -> str | None:
-    """Compile the library if that was not done before, and take products from now on.
+    """Compile the library unless it exists, and use it for products from now on.
 
     Args:
-      folder: where the library is kept, which only this user may write; None: `default_folder()`.
+      folder: the library's folder, which only this user may write; None: `default_folder()`.
 
     Returns: why XLA computes all products, or None.
     """
@@ -86,7 +86,7 @@ def load(folder: Path | None = None) -> str | None:
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.strip()[-300:]}"
     except (OSError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
-        return str(error)  # a RuntimeError: there is no home directory
+        return str(error)  # RuntimeError means that there is no home directory
     _instructions = instructions_of(features)
     for name in (TARGET, GROUPED):
         handler = jax.ffi.pycapsule(getattr(library, name))
@@ -98,17 +98,17 @@ def load(folder: Path | None = None) -> str | None:
 
 
 def target(name: str = TARGET) -> str:
-    """The name of the loaded library's products in XLA."""
+    """Return the name of the loaded library's products in XLA."""
     return f"{name}_{_instructions}"
 
 
 def instructions_of(features: set[str]) -> str:
-    """The key of `INSTRUCTIONS` for a processor with these features."""
+    """Return the key of `INSTRUCTIONS` for a processor with these features."""
     return "avx512" if features >= WIDE else "avx2"
 
 
 def processor_features() -> set[str]:
-    """Of the first core, as Linux names them; none on another system or kind of processor."""
+    """Return the first core's features by Linux's names; none on other systems or processors."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return set()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -116,12 +116,12 @@ def processor_features() -> set[str]:
 
 
 def default_folder() -> Path:
-    """The folder of libraries, under the user's cache directory."""
+    """Return the folder of libraries in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "native"
 
 
 def compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX where it is set, else g++ or clang++.
+    """Return the command of a C++ compiler: $CXX if set, else g++ or clang++.
 
     Raises:
       FileNotFoundError: there is none.
@@ -142,10 +142,10 @@ def compiler() -> list[str]:
 
 
 def build(folder: Path) -> Path:
-    """The library of this source for this JAX, compiled unless it is there.
+    """Return the library of this source for this JAX, compiling it unless it exists.
 
     Raises:
-      OSError: there is no compiler, the folder cannot be written, or others may write in it.
+      OSError: there is no compiler, the folder cannot be written, or other users may write to it.
       subprocess.SubprocessError: the compiler failed.
     """
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
@@ -173,7 +173,7 @@ def build(folder: Path) -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Raise PermissionError if another user owns what a library is loaded from, or may write it."""
+    """Raise PermissionError if another user owns a library's file or folder, or may write it."""
     found, user = path.stat(), os.geteuid()
     if found.st_uid != user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(found.st_mode)
@@ -184,9 +184,9 @@ def _check_private(path: Path) -> None:
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` is loaded and can compute `x @ weight.T`; XLA has one token in float32.
+    """Whether `product` is loaded and can compute `x @ weight.T`, except one token in float32.
 
-    Of weights [E, out, in], whether `grouped_product` can.
+    For weights [E, out, in], whether `grouped_product` can.
     """
     several = weight.ndim == 3
     return (
@@ -208,15 +208,15 @@ def product(
     columns: bool = False,
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """`x @ weight.T` [T, out] in `dtype`: sums in float32, rounded once.
+    """Compute `x @ weight.T` [T, out] in `dtype`: sums in float32, rounded once.
 
     Args:
       x: [T, in], float32 or bfloat16.
       weight: [out, in] in x's dtype, which `takes` accepts with x.
       dtype: x's, or float32.
-      columns: the result lies in memory as [out, T], in float32.
-      rows: int32 [], how many rows of x to multiply, the first ones; the result has zeros for the
-        others. None: all.
+      columns: store the result in memory as [out, T], in float32.
+      rows: int32 [], how many of x's first rows to multiply; the result has zeros for the others.
+        None: all.
     """
     num_tokens, num_out = len(x), len(weight)
     shape = (num_out, num_tokens) if columns else (num_tokens, num_out)
@@ -230,13 +230,13 @@ def product(
 def grouped_product(
     x: jax.Array, weights: jax.Array, counts: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Each run of rows of x times its matrix [n, out] in `dtype`: sums in float32, rounded once.
+    """Multiply each run of x's rows with its matrix: [n, out], summed in float32, rounded once.
 
     Args:
       x: [n, in], float32 or bfloat16: the rows of matrix 0 first, then those of matrix 1, ...
       weights: [E, out, in] in x's dtype, which `takes` accepts with x.
       counts: int32 [E], the runs' lengths; the result has zeros for rows after the last run.
-      dtype: x's, or float32.
+      dtype: of the result: x's, or float32.
     """
     result = jax.ShapeDtypeStruct((len(x), weights.shape[1]), dtype)
     return _call(target(GROUPED), result)(x, weights, counts, tiles=np.int64(_tiles))
@@ -248,7 +248,7 @@ def _call(target: str, result: jax.ShapeDtypeStruct):
 
 
 def _open(folder: Path) -> ctypes.CDLL:
-    """The library, compiled again if it is broken, as after a loss of power.
+    """Open the library, compiling it again if it is broken, such as after a power failure.
 
     Raises:
       AttributeError, OSError, subprocess.SubprocessError: it cannot be compiled or opened.
@@ -266,6 +266,6 @@ def _with_symbols(path: Path) -> ctypes.CDLL:
     try:
         _ = library.examples_product, library.examples_grouped, library.examples_product_tiles
     except AttributeError:
-        _ctypes.dlclose(library._handle)  # or the next library of this name would not be opened
+        _ctypes.dlclose(library._handle)  # otherwise the next library of this name is not opened
         raise
     return library

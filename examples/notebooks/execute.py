@@ -2,8 +2,8 @@
 
     python examples/notebooks/execute.py [paged_attention ...]
 
-Without Jupyter: cells are plain Python. Run it from the repository's root, with the extras
-`examples` and `notebooks`; with `transformers` too, the cell about it runs as well.
+This needs no Jupyter: cells are plain Python. Run it from the repository's root, with the extras
+`examples` and `notebooks`; the cell about transformers also needs the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def stream(text: str) -> list[dict]:
-    """A cell's printed text as its output."""
+    """Turn a cell's printed text into its output."""
     lines = text.splitlines(keepends=True)
     return [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
 
 
 def figures() -> list[dict]:
-    """The figures that are open, as outputs; closes them."""
+    """Turn all open figures into outputs, and close them."""
     pyplot, outputs = sys.modules.get("matplotlib.pyplot"), []
     for number in pyplot.get_fignums() if pyplot else ():
         figure, picture = pyplot.figure(number), io.BytesIO()

@@ -364,9 +364,7 @@ def test_a_state_too_large_for_a_page_is_refused():
     from jattn import Dense
 
     groups = {group.name: 4 for group in group_layers(LAYERS, unified=True)}
-    with pytest.raises(
-        ValueError, match=r"a page of 64 bytes cannot hold layer 1's state of 104"
-    ):
+    with pytest.raises(ValueError, match=r"a page of 64 bytes cannot hold layer 1's state of 104"):
         init_caches(LAYERS, groups, 1, Dense("float32"), unified=True)
     assert aligned_block_size(LAYERS, 4, 1) == 2
 

@@ -38,7 +38,7 @@ def test_settings_of_peft_are_applied(tmp_path):
     ("config", "words"),
     [
         ({"peft_type": "LOHA"}, r"peft_type is 'LOHA', but must be 'LORA'"),
-        ({"use_dora": True}, r"use_dora is True, which is not computed here"),
+        ({"use_dora": True}, r"use_dora is True, which is not supported here"),
         ({"bias": "lora_only"}, r"bias is 'lora_only', but must be 'none'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"init_lora_weights": "pissa"}, r"init_lora_weights is 'pissa'"),

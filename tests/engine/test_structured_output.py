@@ -238,7 +238,7 @@ def test_clients_ask_for_structure(engine, grammars, openai):
             ({"response_format": {**as_schema, "schema": SCHEMA}}, "without other fields"),
             (
                 {"response_format": as_schema, "structured_outputs": {"regex": "a"}},
-                "structured_outputs is {'regex': 'a'}, but response_format already says",
+                "structured_outputs is {'regex': 'a'}, but must be absent if response_format",
             ),
             (
                 {"response_format": {"type": "text"}, "structured_outputs": {"regex": "(("}},

@@ -251,7 +251,7 @@ def test_the_learning_rate_rises_stays_and_falls():
         (["--fall", "1.5"], "--fall is 1.5, but must be from 0 to 1"),
         (["--docs", "nowhere"], "--docs: nowhere is not a directory"),
         (["--docs", str(Path(__file__).parents[1] / "support")], "support has no HTML file"),
-        (["--resume"], "state.npz is not there"),
+        (["--resume"], "state.npz does not exist"),
     ],
 )
 def test_training_refuses_what_it_cannot_do(arguments, message, tmp_path, capsys):

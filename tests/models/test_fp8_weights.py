@@ -199,7 +199,10 @@ for name, count in {meshes}.items():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "awq"}, "quantization_config is .*'awq'.* but weights must be plain, or"),
+        (
+            {"quant_method": "awq"},
+            "quantization_config is .*'awq'.* but weights must be unquantized, or",
+        ),
         ({"weight_block_size": None}, r"weight_block_size \[rows, columns\]"),
         ({"weight_block_size": [128, 0]}, "quantization_config is"),
         ({"activation_scheme": "static"}, "activation_scheme 'dynamic'"),
@@ -214,8 +217,8 @@ def test_other_quantizations_are_refused(changes, words, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model.norm.weight", "norm.weight is of int8, but must be of float32, float16, bfloat16"),
-        ("model.layers.0.mlp.experts.0.down_proj.weight", "down_proj is of int8, but must be of"),
+        ("model.norm.weight", "norm.weight is int8, but must be float32, float16, bfloat16"),
+        ("model.layers.0.mlp.experts.0.down_proj.weight", "down_proj is int8, but must be float32"),
     ],
 )
 def test_integer_weights_are_refused(name, words, tmp_path):

@@ -340,7 +340,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     ("arguments", "words"),
     [
         (["--model", "/no/such/place"], "/no/such/place: no such directory"),
-        (["--model", str(ROOT / "tests")], "config.json is not there"),
+        (["--model", str(ROOT / "tests")], "config.json is missing"),
         (["--block-size", "0"], "'0' is not an integer of at least 1"),
         (["--max-new-tokens", "many"], "'many' is not an integer"),
         (["--token-budget", "4"], "at least max_seqs (8)"),

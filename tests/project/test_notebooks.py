@@ -68,7 +68,7 @@ def test_stored_as_a_notebook_with_outputs(name):
         assert "equal tokens: True on cpu" in printed
         assert "skipped: there is no GPU" in printed.splitlines()[-1]
         said = next(text for text in sources(name, "markdown") if "`explain` names" in text)
-        assert "a CPU takes `native` where its library was built" in said
+        assert "a CPU uses `native` if its library was built" in said
         assert "a decode step on this cpu takes native" in printed
     first, *_ = sources(name, "markdown")
     assert f"]({COLAB}{name}.ipynb)" in first

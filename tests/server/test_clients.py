@@ -353,7 +353,7 @@ def test_best_of_returns_the_likeliest_texts(client, openai):
     assert without.choices[0].text == every[order[0]].text
     assert without.choices[0].logprobs is None
     assert without.usage.completion_tokens == 48
-    with pytest.raises(openai.BadRequestError, match="a stream cannot take back"):
+    with pytest.raises(openai.BadRequestError, match="in a stream, which cannot take back"):
         complete(client, best_of=2, stream=True)
 
 
@@ -412,7 +412,9 @@ def test_special_tokens_can_be_stop_strings_and_are_shown_if_asked_for(engine, m
             assert (ended.text, ended.finish_reason) == (before, "stop")
         (ended,) = complete(client, stop=[before + "<61>"], **options, **shown).choices
         assert (ended.text, ended.finish_reason) == ("", "stop")
-        with pytest.raises(openai.BadRequestError, match="stop is '<61>a', but must be a special"):
+        with pytest.raises(
+            openai.BadRequestError, match="stop is '<61>a', but must be a single special token"
+        ):
             complete(client, stop=["<61>a"], **options)
         echoed = complete(client, "x<62>", echo=True, max_tokens=1, **shown).choices[0].text
         assert echoed.startswith("x<62>")

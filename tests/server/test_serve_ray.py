@@ -66,7 +66,7 @@ serve_ray.main(sys.argv[1:])
         "--cluster": "--cluster is for engine.serve",
         "--heartbeat=5": "--heartbeat is for engine.serve: a replica is one process",
         "--prefill-tokens=9": "--prefill-tokens is for engine.serve",
-        "--role=prefill": "--role is for engine.serve: a replica reads and decodes",
+        "--role=prefill": "--role is for engine.serve: a replica does both prefill and",
         "--prefill-server=http://localhost:1": "--prefill-server is for engine.serve",
         "--lora-folder=.": "--lora-folder is for engine.serve: replicas load adapters at startup",
         "--restarts=3": "--restarts is for engine.serve: Ray replaces a replica that dies",

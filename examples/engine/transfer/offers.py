@@ -176,7 +176,7 @@ class PrefillHandlers:
             raise ValueError("the body must be a JSON object")
         if given.get("config") != self._digest:
             raise _OtherModelError(
-                "config is not this server's: its model, dtype or cache format differs "
+                "config is not this server's: the model, dtype or cache format differs "
                 f"(GET {PATH} describes them)"
             )
         engine, following = self._thread.engine, given.get("next")
