@@ -297,7 +297,7 @@ class Engine:
         """Fail the requests that made `step` raise; all others keep their tokens and go on.
 
         `recovery.py` finds the requests to fail. If a device failed, the caches may hold anything,
-        so they are created anew and the prefix cache is lost.
+        so they are created again and the prefix cache is lost.
 
         Returns: the outputs of the step so far, and one for every failed request.
         Raises: `error`, if no step had begun, or if devices failed and other processes share the

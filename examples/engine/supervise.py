@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE = 1.0  # seconds before the first restart, doubled with each
 LONGEST_PAUSE = 60.0
-STEADY = 600.0  # once a server has run for this many seconds, restarts are counted anew
+STEADY = 600.0  # once a server has run for this many seconds, restarts are counted from 0 again
 WRONG_ARGUMENTS = 2  # the status of a server that would only die again
 
 
@@ -45,7 +45,7 @@ def supervise(
       command: the command.
       restarts: how often to restart it.
       pause: seconds before the first restart.
-      steady: seconds of running after which restarts and pauses are counted anew.
+      steady: seconds of running after which restarts and pauses are counted from 0 again.
       front: the proxy that its clients are connected to, if there is one.
 
     Returns: the command's last status; 0 if it was told to end and did, 128 + n if signal n ended

@@ -46,7 +46,7 @@ def add_up(parts):
 
 
 def lookup_rows(table: jax.Array, rows: jax.Array, *, split: bool) -> jax.Array:
-    """Look up rows int32 [T] of a table [rows, E], of which a device has a run if `split`.
+    """Return rows int32 [T] of a table [rows, E], of which a device has a run if `split`.
 
     Each device contributes the rows it has, and zeros for the others: one all-reduce of [T, E].
     """
