@@ -114,9 +114,9 @@ def test_unsuitable_draft_models_are_refused(monkeypatch):
     monkeypatch.setattr(arrays, "init_caches", None)  # refused before any caches are made
     with pytest.raises(ValueError, match="draft model tiny: its vocabulary has 300 tokens"):
         Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
-    with pytest.raises(ValueError, match="needs --draft"):
+    with pytest.raises(ValueError, match="if and only if --draft is given"):
         read_speculation("draft=4")
-    with pytest.raises(ValueError, match="needs --draft"):
+    with pytest.raises(ValueError, match="if and only if --draft is given"):
         read_speculation("lookup=4", target)
     assert read_speculation("draft=2", target) == Speculation(2, target)
 

@@ -68,7 +68,7 @@ def test_missing_layers_are_refused_by_name(tmp_path):
         small_model(), linears={**LINEARS, "layers.0.experts.3.up_proj": (Parameter((6, 8)),) * 2}
     )
     write_adapter(tmp_path, model)
-    with pytest.raises(ValueError, match=r"layers.0.experts.3.up_proj.lora_A.weight is not of"):
+    with pytest.raises(ValueError, match=r"layers.0.experts.3.up_proj.lora_A.weight does not"):
         read_lora(tmp_path, LINEARS, frozenset())
     idle = frozenset({"layers.0.experts.3.up_proj.weight"})
     assert set(read_lora(tmp_path, LINEARS, idle).factors) == set(LINEARS)

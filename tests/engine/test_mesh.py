@@ -241,7 +241,7 @@ def test_wrong_meshes_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             make_mesh(text)
-    with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
+    with pytest.raises(ValueError, match=r"needs 64 devices, but there are .* cpu device"):
         make_mesh("tensor=64")
     with pytest.raises(ValueError, match="tiny's 8 query heads and 3 KV heads cannot be divide"):
         local_part(Heads(8, 3, 64), 5, name="tiny")

@@ -351,7 +351,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         (["--verify", "--prompt", "hello"], "leave out --prompt"),
         (["--verify", "--dtype", "bfloat16"], "--verify needs --dtype float32"),
         (["--verify", "--kv-format", "e5m2"], "cannot judge --kv-format e5m2"),
-        (["--verify", "--max-new-tokens", "33"], "has 32 per prompt"),
+        (["--verify", "--max-new-tokens", "33"], "must be at most 32 with --verify"),
         (["--kv-format", "int3"], "invalid choice: 'int3'"),
         (["--prompt", ""], "--prompt '' has no tokens"),
         (["--implementation", "mosaic_gpu", *ONE_AT_A_TIME], "--implementation: "),

@@ -202,10 +202,22 @@ def test_tokenize_and_detokenize_are_inverses(url):
         ("tokenize", {"prompt": [1]}, "prompt must be a string"),
         ("tokenize", {"prompt": "x", "n": 1}, "n is not a field"),
         ("tokenize", {"prompt": "x", "tools": TOOLS}, "tools belongs to messages, but there are"),
-        ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is"),
-        ("tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt is"),
+        (
+            "tokenize",
+            {"prompt": "x", "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs belongs",
+        ),
+        (
+            "tokenize",
+            {"prompt": "x", "add_generation_prompt": False},
+            "add_generation_prompt belongs",
+        ),
         ("tokenize", {"messages": HELLO, "prompt": "x"}, "prompt belongs to a prompt, but there"),
-        ("tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is of"),
+        (
+            "tokenize",
+            {"messages": HELLO, "add_special_tokens": True},
+            "add_special_tokens belongs to",
+        ),
         ("detokenize", {"tokens": [256]}, "integers in 0..255"),
         ("detokenize", {"tokens": 1}, "tokens is 1, but must be a list"),
     ):

@@ -193,7 +193,7 @@ def test_wrong_requests_for_prompts_are_refused(engines):
         assert httpx.get(f"{url}/prefill").status_code == 401
         for body, status, words in (
             ([], 400, "must be a JSON object"),
-            ({"prompt": [1]}, 409, "another model"),
+            ({"prompt": [1]}, 409, "the model, dtype or cache format differs"),
             ({"config": config}, 400, "prompt must be a list of tokens"),
             ({"config": config, "prompt": "text"}, 400, "prompt must be a list of tokens"),
             ({"config": config, "prompt": [1, True]}, 400, "prompt must be a list of tokens"),
