@@ -1,7 +1,7 @@
 """The XLA path's entry: which loop runs which sequences, and the shape of the result.
 
 Sequences with one query token (or a few, when no sequence has more) take the decode loop, all
-others the prefill loop. Which is which only the device knows, so a mixed call compiles both.
+others the prefill loop. Only the device knows which is which, so a mixed call compiles both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jattn.varying import axes_along, on_automatic_axes
 
 @gradient.differentiable
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
+    """Return `(out [T, H, V] in the output dtype, lse [T, H] float32)`; differentiable."""
     rows = axes_along(operands.query, 2)
     return on_automatic_axes(lambda x: _attend(call, x), operands, (rows, rows))
 
@@ -44,7 +44,7 @@ def _attend(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.
         words, long_lse = prefill.run(
             call, operands, long_counts, operands.sinks, tiles.prefill_tiles(call)
         )
-        # The decoded rows, one per sequence, go where their tokens are; a sequence that has none,
+        # Scatter the decoded rows, one per sequence, to their tokens. A sequence without one points
         # past the end, where "drop" drops it.
         where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
         words = words.at[where].set(pool.words_of(out), mode="drop")
@@ -54,7 +54,7 @@ def _attend(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.
 
 
 def _with_nan(out: jax.Array, lse: jax.Array, broken: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result with NaN in the rows of `broken` tokens [T]."""
+    """Return the result with NaN in the rows of `broken` tokens [T]."""
     return jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
 
 

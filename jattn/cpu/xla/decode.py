@@ -1,14 +1,14 @@
-"""Decode: sequences with few query tokens, their KV tiles dealt out evenly to workers.
+"""Decode: sequences with few query tokens, their KV tiles distributed evenly over workers.
 
     cut every sequence's visible keys into tiles; number all tiles, sequence after sequence
     worker p takes the p-th of P equal runs of that numbering
     while a worker has tiles left:
-        each worker's work item is what is left of its run in its present sequence
-        step all items (`kv_loop`) until one of them comes to its end
+        each worker's work item is the rest of its run within its current sequence
+        step all items (`kv_loop`) until one of them is finished
         merge every item's softmax state into its sequence's
 
-So the work follows the lengths alone: one long sequence is split over all workers, and many short
-ones are dealt out whole.
+So the work depends only on the lengths: one long sequence is split over all workers, and many short
+ones are assigned whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(
     Args:
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence. Those with 0 or more than Q are left empty.
-      sizes: static, Q among them.
+      sizes: static; they include Q.
     """
     span, tile = sizes.query_tokens, sizes.kv_tile
     queries = rows_of_tokens(operands.query, call, operands, span).astype(tiles.compute_dtype(call))
@@ -76,7 +76,7 @@ def run(
             active=active,
         )
         partial = kv_loop.attend(items, steps, call, operands, tile)
-        for p in range(sizes.num_workers):  # in turn: two items may be parts of one sequence
+        for p in range(sizes.num_workers):  # one by one: two items may belong to one sequence
             state = _merge_into(state, b[p], softmax.Partial(*(x[p] for x in partial)), active[p])
         return at + jnp.where(active, steps, 0), state
 
@@ -88,7 +88,7 @@ def run(
 def rows_of_tokens(
     x: jax.Array, call: calls.Call, operands: calls.Operands, query_tokens: int
 ) -> jax.Array:
-    """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's tokens are of others."""
+    """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's tokens belong to others."""
     kv_heads, group, last = call.num_kv_heads, call.group, x.shape[2]
     if call.ragged:
         offsets = jnp.arange(query_tokens, dtype=jnp.int32)
@@ -101,7 +101,7 @@ def rows_of_tokens(
 def _merge_into(
     state: softmax.Partial, b: jax.Array, partial: softmax.Partial, active: jax.Array
 ) -> softmax.Partial:
-    """`state` with `partial` merged into sequence `b`'s rows, or as it was."""
+    """Merge `partial` into the rows of sequence `b` if it is active."""
     old = softmax.Partial(*(lax.dynamic_index_in_dim(x, b, 0, keepdims=False) for x in state))
     new = softmax.merge(old, partial)
     new = softmax.Partial(*(jnp.where(active, x, y) for x, y in zip(new, old, strict=True)))

@@ -7,9 +7,9 @@ With `p = exp(s - lse)` recomputed from the saved lse, `do` and `dlse` the cotan
     dq, dk, dscale, dcap, dslopes = the transpose of s = transform(q k^T), applied to ds
     dsink = exp(sink - lse) * (dlse - delta)
 
-so nothing the size of queries x keys is ever held. Gradients reach query, plain float caches,
-scale, cap, sinks, slopes, the bias table and the caches' scales; stored words have none. Those of
-plain fp8 caches are fp8 too: too large for most losses, they saturate.
+so no array of size queries x keys is ever held. Gradients reach query, plain float caches, scale,
+cap, sinks, slopes, the bias table and the caches' scales; stored words have none. Gradients of
+plain fp8 caches are fp8 too: with most losses they are too large for it, and saturate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Saved = tuple[calls.Operands, jax.Array, jax.Array]
 
 
 def differentiable(attend: calls.Run) -> calls.Run:
-    """A function that returns `(out, lse)`, with the gradients that `run` computes."""
+    """Give a function that returns `(out, lse)` the gradients that `run` computes."""
     function = jax.custom_vjp(attend, nondiff_argnums=(0,))
 
     def forward(
@@ -63,7 +63,7 @@ def differentiable(attend: calls.Run) -> calls.Run:
 def _once(
     call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> calls.Operands:
-    """The gradients, which have none themselves: `run` loops as often as lengths say."""
+    """Return the gradients, which have none themselves: lengths set how often `run` loops."""
     return _run_on_mesh(call, saved, cotangents)
 
 
@@ -75,7 +75,7 @@ def _no_second_derivatives(call: calls.Call, primals: Any, tangents: Any) -> Any
 
 
 class Sums(NamedTuple):
-    """Gradients so far, in float32, of what varies over the loops."""
+    """The float32 gradients that the loops have added up so far."""
 
     query: jax.Array  # of all queries; within a query tile, of its rows
     key: jax.Array | None  # of plain float caches
@@ -85,14 +85,14 @@ class Sums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a query tile, zeros in those that do not count."""
+    """The rows of a query tile; those that do not count are zeros."""
 
     tile: prefill.QueryTile
     counted: jax.Array
     query: jax.Array
     d_out: jax.Array
     lse: jax.Array
-    back: jax.Array  # what every p of a row is pulled by in addition to do v^T
+    back: jax.Array  # dlse - delta, which is added to do v^T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Backward:
 
     @property
     def varying(self) -> tuple[calls.Operands, jax.Array, jax.Array]:
-        """The arrays that may vary over a mesh's devices: everything carried must vary, too."""
+        """The arrays that may vary over a mesh's devices; loop carries must vary if they do."""
         return self.operands, self.d_out, self.back
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class Backward:
         return {name: getattr(self.operands, name) for name in names}
 
     def zeros(self) -> Sums:
-        """Where the sums begin."""
+        """Return the sums before the first tile."""
 
         def of_cache(cache: jax.Array | None) -> jax.Array | None:
             if cache is None or not self.call.plain_cache:
@@ -152,12 +152,12 @@ class Backward:
         return lax.fori_loop(0, ends[-1], add, self.zeros())
 
     def add_query_tile(self, tile: prefill.QueryTile, sums: Sums) -> Sums:
-        """Add what the rows of a query tile pull, over all the keys they see."""
+        """Add the gradients from the rows of a query tile and all the keys they see."""
         span = self.sizes.query_tokens
         counted = jnp.repeat(tile.counted, self.call.group)[None, :, None]
 
         def rows_of(whole: jax.Array) -> jax.Array:
-            """Zeros in rows that do not count: those of padding may hold NaN, and 0 * NaN is."""
+            """Zero the rows that do not count: padding may hold NaN, and 0 * NaN is NaN."""
             return jnp.where(counted, prefill.rows_of(whole, tile, self.call, span), jnp.float32(0))
 
         query = self.operands.query.astype(jnp.float32)
@@ -171,7 +171,7 @@ class Backward:
         return found._replace(query=d_query)
 
     def add_kv_tile(self, i: jax.Array, sums: Sums, *, rows: Rows) -> Sums:
-        """Add what they pull of the keys and values of KV tile `i`; `sums.query` is theirs."""
+        """Add the gradients from `rows` and KV tile `i`; `sums.query` has only these rows."""
         call, item, kv_tile = self.call, rows.tile.item, self.sizes.kv_tile
         token = item.token + i * kv_tile.tokens
         place = pool.Place(item.run.table, token, kv_tile, call.kv_layout)
@@ -184,7 +184,7 @@ class Backward:
         else:
             v = self.read(value_source, place, item, k_pos)
         logits_of = functools.partial(self.logits, item=item, keys=keys)
-        # What does not vary would be summed over the mesh inside the loop.
+        # The gradients of inputs that do not vary would be summed over the mesh inside the loop.
         varying = as_varying((rows.query, k, self.numbers), self.varying)
         logits, transpose = jax.vjp(logits_of, *varying)
         base = softmax.finite_max(rows.lse)
@@ -213,7 +213,7 @@ class Backward:
     def read(
         self, source: pool.Source, place: pool.Place, item: WorkItems, k_pos: jax.Array
     ) -> jax.Array:
-        """A kv tile's numbers [K, C, D], zeros where no row sees the key."""
+        """Read a kv tile's numbers [K, C, D], with zeros where no row sees the key."""
         x = words_to_numbers.join(pool.read_numbers(source, place, np.dtype(np.float32)))
         scale, zero = pool.read_scales(source, place)
         x = x if scale is None else x * scale[0][..., None]
@@ -260,7 +260,7 @@ class Backward:
 def _run_on_mesh(
     call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> calls.Operands:
-    """`run`, with every cotangent split as its primal is where types say so."""
+    """Call `run`; where types carry shardings, every cotangent gets that of its primal."""
     given = (*saved, *cotangents)
     if explicit_mesh(given) is None:
         return run(call, *given)
@@ -283,7 +283,7 @@ def run(
     d_out: jax.Array,
     d_lse: jax.Array,
 ) -> calls.Operands:
-    """The cotangents of `operands`, None for integers and for what is absent."""
+    """Return the cotangents of `operands`: None for integers and absent operands."""
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
     backward = Backward(call, operands, d_out, lse, d_lse - delta)
@@ -292,7 +292,7 @@ def run(
     def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> jax.Array | None:
         if grad is None or cache is None:
             return None
-        if cache.dtype.itemsize == 1:  # fp8 saturates: e4m3 would make NaN of what is too large
+        if cache.dtype.itemsize == 1:  # saturate: e4m3 would turn what is too large into NaN
             most = float(jnp.finfo(cache.dtype).max)
             grad = jnp.clip(grad, -most, most)
         return grad.astype(cache.dtype)
@@ -306,7 +306,7 @@ def run(
         **sums.numbers,
     }
     given = operands._asdict()
-    # None for integers, and for what the call does not have.
+    # None for integers and for operands that the call does not have.
     nothing: dict[str, Any] = dict.fromkeys(given)
     return calls.Operands(
         **nothing | {name: as_cotangent(x, given[name]) for name, x in grads.items()}

@@ -1,20 +1,20 @@
 """The inner loop of both XLA paths: work items, each reading its own keys, tile by tile.
 
 `P` work items step together, because XLA for CPU spreads a dot over cores by its batch: `P * K`
-small dots in one.
+small dots are one dot.
 
     for each step:                                # a traced number, the same for every work item
         k, v = the next C tokens of every item    # [P * K, C, D], gathered once into cache
         s = transform(q k^T), masked where an item is at an edge of what it sees
         m, l, acc = online softmax of s, v
 
-A step at which every item sees its whole KV tile takes a body without masks. Elsewhere logits are
-masked, and rows of V that no row of the item may see are replaced by zeros: they can hold NaN, and
-0 * NaN is not 0.
+A step in which every item sees its whole KV tile runs a body without masks. In other steps logits
+are masked, and rows of V that no row of the item may see are replaced by zeros: they can hold NaN,
+and 0 * NaN is not 0.
 
-Few query rows against a format with a scale per group of numbers take dots on bytes (`nvfp4_dots`)
-and no tile of numbers. Where keys and values both do, every step is masked: that costs them a few
-rows of C.
+With few query rows, a format with a scale per group of numbers uses dots on bytes (`nvfp4_dots`)
+instead of a tile of numbers. If keys and values both do, every step is masked, which costs only a
+few rows of C.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class _Loop:
     """What all steps of a loop share.
 
     Attributes:
-      call, tile, k_from_bytes, v_from_bytes: static; the last two say whose dots are on bytes.
+      call, tile, k_from_bytes, v_from_bytes: static; the last two say which dots are on bytes.
       operands, items: arrays.
       queries: [P * K, R, D].
-      query_parts: the queries, split as tiles of keys are.
+      query_parts: the queries, split like tiles of keys.
       query_sums: float32 [P, K, R, 1], sums over D: a key's zero point is multiplied by them.
-      scale, slopes: as `per_row` gives them.
-      keys, values: what is read.
+      scale, slopes: as `per_row` returns them.
+      keys, values: what the steps read.
     """
 
     call: calls.Call
@@ -108,7 +108,7 @@ def attend(
 ) -> softmax.Partial:
     """The softmax state of every item's rows over `num_steps` tiles: `Partial` of rows [P, K, R].
 
-    What an inactive item returns means nothing.
+    The result of an inactive item is meaningless.
     """
     loop = _Loop.of(items, call, operands, tile)
 
@@ -155,9 +155,10 @@ def _step(loop: _Loop, token: jax.Array, masked: bool, state: softmax.Partial) -
 
 
 def _read(loop: _Loop, place: pool.Place) -> tuple[_Tile, _Tile]:
-    """The keys and the values at a place.
+    """Read the keys and the values at a place.
 
-    Scales and zeros of tokens join the logits and the weights: rows of C, not tiles of C x D.
+    Logits and weights are multiplied by the tokens' scales: rows of C, not tiles of C x D. The same
+    holds for zero points.
     """
 
     def read(source: pool.Source, from_bytes: bool) -> _Tile:
@@ -172,7 +173,7 @@ def _read(loop: _Loop, place: pool.Place) -> tuple[_Tile, _Tile]:
     k = read(loop.keys, loop.k_from_bytes)
     if not call.values_in_keys:
         return k, read(loop.values, loop.v_from_bytes)
-    # A dot with whole keys, its last columns dropped, is cheaper than cutting values out first.
+    # A dot with whole keys whose last columns are dropped is cheaper than slicing values out first.
     whole_keys = 4 * call.head_dim <= 5 * call.value_dim
     if loop.v_from_bytes or whole_keys:
         return k, k
@@ -209,7 +210,7 @@ def _logits(loop: _Loop, k: _Tile, k_pos: jax.Array, token: jax.Array) -> jax.Ar
 
 
 def _without_unseen(loop: _Loop, v: _Tile, in_run: jax.Array, visible: jax.Array) -> _Tile:
-    """Values with zeros for those outside their item's run; of bytes, `_weigh_values` does it.
+    """Zero the values outside their item's run; `_weigh_values` does it for bytes.
 
     Args:
       in_run: bool [P, C].
@@ -228,7 +229,7 @@ def _without_unseen(loop: _Loop, v: _Tile, in_run: jax.Array, visible: jax.Array
 def _weigh_values(
     loop: _Loop, v: _Tile, p: jax.Array, *, token: jax.Array, visible: jax.Array | None
 ) -> jax.Array:
-    """The values' sums with weights `p` [P, K, R, C]: float32 [P, K, R, V]."""
+    """Sum the values with weights `p` [P, K, R, C]: float32 [P, K, R, V]."""
     num_items, kv_heads, num_rows, tokens = p.shape
     weights = p if v.scale is None else p * v.scale[:, :, None]
     weights = weights.reshape(num_items * kv_heads, num_rows, tokens)
@@ -270,7 +271,7 @@ def sinks_per_row(call: calls.Call, sinks: jax.Array, num_rows: int) -> jax.Arra
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]]) -> jax.Array:
-    """A batched product accumulated in float32; full precision also where a GPU would take TF32."""
+    """A batched product summed in float32, in full precision where a GPU would use TF32."""
     return lax.dot_general(
         a,
         b,

@@ -1,6 +1,6 @@
 """Which keys the rows of work items see, and what positions add to their logits.
 
-`jattn.spec` defines visibility; here it is asked about `P` work items at a time.
+`jattn.spec` defines visibility; these functions ask it about `P` work items at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jattn.cpu.xla.work_items import QueryRows, WorkItems, key_positions
 
 
 def seen(items: WorkItems, k_pos: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(bool [P, R, C], positions [P, R or 1, C])`: rows that see the keys at `k_pos`, where."""
+    """Which rows see the keys at `k_pos`, and where these are: [P, R, C], [P, R or 1, C]."""
     rows, keys = items.rows, k_pos[:, None, :]
     queries, seq_len = rows.positions[:, :, None], items.seq_len[:, None, None]
     if rows.path is None or rows.query_index is None:
@@ -28,7 +28,7 @@ def seen(items: WorkItems, k_pos: jax.Array) -> tuple[jax.Array, jax.Array]:
 def sees_whole(items: WorkItems, token: jax.Array, count: int, call: calls.Call) -> jax.Array:
     """bool [P]: whether every row of a work item sees all `count` keys from `token` on.
 
-    Its four corners see each other then. What only a visible end lets rows see is left to the mask.
+    It does if its four corners do. Keys that only a visible end lets rows see are left to the mask.
     """
     run = items.run
     whole = (token >= run.start) & (token + count <= run.end)
@@ -37,7 +37,7 @@ def sees_whole(items: WorkItems, token: jax.Array, count: int, call: calls.Call)
         ends = (key_positions(run, keys[:, i], 1, call.block_size) for i in range(2))
         keys = jnp.concatenate(tuple(ends), axis=1)
         whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)
-    if items.rows.path is not None:  # among the query tokens the path decides
+    if items.rows.path is not None:  # between query tokens the path decides
         whole &= keys[:, 1] < items.sequence_first
     queries = jnp.stack([items.first, items.last], axis=1)[:, :, None]
     sight = items.rows.sight._replace(visible_end=None)
@@ -50,8 +50,8 @@ def position_bias(
 ) -> jax.Array:
     """float32 [P, K, R, C]: what the table [H, 2 E + 1] adds where rows meet `keys` [P, R or 1, C].
 
-    In a tree, and among selected blocks, every distance is looked up, once per query token and key
-    for all heads of both: the table is turned to have them last.
+    In a tree, and with selected blocks, every distance is looked up, once per query token and key
+    for all heads: the table is transposed to have heads last.
     """
     rows = items.rows
     if rows.path is None and items.run.columns is None:
@@ -69,10 +69,10 @@ def position_bias(
 def _bias_of_neighbours(
     table: jax.Array, rows: QueryRows, keys: jax.Array, call: calls.Call
 ) -> jax.Array:
-    """The same where query tokens follow one another, and keys [P, 1, C] do.
+    """The same where query tokens are consecutive, and so are the keys [P, 1, C].
 
-    Then there are but L = Q + C - 1 distances, and what a query adds is a run of theirs. Looking
-    all Q x C up costs a prefill a fifth of its time; moving runs costs a twentieth.
+    Then there are only L = Q + C - 1 distances, and each query token takes a run of them. Looking
+    up all Q x C costs a prefill a fifth of its time; moving runs costs a twentieth.
     """
     num_items, num_rows = rows.positions.shape
     tokens, count = num_rows // call.group, keys.shape[2]
@@ -81,8 +81,8 @@ def _bias_of_neighbours(
     index = spec.relative_index(rows.positions[:, -1:], reach, table.shape[1])
     heads = table.reshape(call.num_kv_heads, call.group, -1)
     strip = jnp.moveaxis(jnp.take(heads, index, axis=2, mode="clip"), 2, 0)  # [P, K, G, L]
-    # Copies of the strip, each one number longer than it is, laid end to end and cut into rows of
-    # L: a row begins one number further back in the strip than the row before it.
+    # Copies of the strip, each padded by one number, are laid end to end and cut into rows of L:
+    # each row begins one number further back in the strip than the row before it.
     copies = jnp.pad(strip, ((0, 0), (0, 0), (0, 0), (0, 1)))[:, :, :, None]
     copies = jnp.broadcast_to(copies, (*strip.shape[:3], tokens, length + 1))
     rolled = copies.reshape(*strip.shape[:3], -1)[..., : tokens * length]

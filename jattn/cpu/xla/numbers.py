@@ -1,13 +1,13 @@
-"""Words of a tile as numbers in the dtype of the dots, exact, in arithmetic that XLA vectorizes.
+"""The words of a tile as numbers in the dtype of the dots, exactly, in arithmetic XLA vectorizes.
 
-XLA's own conversions of 8-bit floats on CPU go element by element through tables of cases. Here the
-bits of a float16 are put together from those of the word, in integers, and CPUs turn float16 into
-float32; what a word stands for always fits a bfloat16 exactly, the upper half of a float32.
+On CPU, XLA's own conversions of 8-bit floats go element by element through tables of cases. Here
+integer arithmetic builds the bits of a float16 from those of the word, and the CPU converts float16
+to float32. A word's number always fits a bfloat16, the upper half of a float32, exactly.
 
-Two numbers a byte come out as two tiles, the even indices of D and the odd ones: each is a straight
-pass over the bytes. Laid side by side or interleaved, as one tile, the same numbers took XLA two to
-three times as long. Queries are split alike for the dots (`split`), and the parts of a result are
-joined (`join`), which costs little next to a tile.
+Formats with two numbers per byte give two tiles, the even indices of D and the odd ones: each is a
+single pass over the bytes. Laid side by side or interleaved in one tile, the same numbers took XLA
+two to three times as long. Queries are split the same way for the dots (`split`), and the parts of
+a result are joined (`join`), which costs little compared with a tile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BF16 = np.dtype(jnp.bfloat16)
 
 
 def of_words(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Array:
-    """Numbers before any scale, in `dtype`, of words or of a plain array's own numbers.
+    """Convert words, or the numbers of a plain array, to `dtype`, before any scale.
 
-    One number a word. Exact, since `dtype` is never narrower than the format.
+    One number per word. Exact, since `dtype` is never narrower than the format.
     """
     if isinstance(format, formats.Fp8) and words.dtype == format.word_dtype:
         return _narrow(_e5m2(words) if format.kind == "e5m2" else e4m3(words), dtype)
@@ -40,10 +40,10 @@ def of_words(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.A
 
 
 def e4m3(words: jax.Array) -> jax.Array:
-    """float32 of e4m3 words.
+    """Convert e4m3 words to float32.
 
-    Their bits are those of a float16 that is 2^-8 of the number, sub-normals included, which every
-    machine reads; only a NaN has to be put in.
+    Shifted, their bits are those of a float16 that is 2^-8 of the number, subnormals included, and
+    every machine converts float16; only NaN needs a case of its own.
     """
     words = words.astype(jnp.uint16)
     size = words & 0x7F
@@ -52,17 +52,17 @@ def e4m3(words: jax.Array) -> jax.Array:
 
 
 def _e5m2(words: jax.Array) -> jax.Array:
-    """float32 of e5m2 words: the upper byte of a float16, infinities and NaN included."""
+    """Convert e5m2 words to float32: the upper byte of a float16, infinities and NaN included."""
     return from_float16_bits(words.astype(jnp.uint16) << 8)
 
 
 def from_float16_bits(bits: jax.Array) -> jax.Array:
-    """float32 of the bits of float16 numbers."""
+    """Convert the bits of float16 numbers to float32."""
     return rounding.bitcast(bits, np.dtype(np.float16)).astype(jnp.float32)
 
 
 def _narrow(wide: jax.Array, dtype: np.dtype) -> jax.Array:
-    """float32 numbers that fit bfloat16 in `dtype`: bfloat16 by dropping 16 zero bits."""
+    """Convert float32 numbers that fit bfloat16: to bfloat16 by dropping 16 zero bits."""
     if dtype == np.float32:
         return wide
     bits = rounding.bitcast(wide, np.dtype(np.uint32)) >> 16
@@ -72,7 +72,7 @@ def _narrow(wide: jax.Array, dtype: np.dtype) -> jax.Array:
 def of_bytes(
     words: jax.Array, groups: jax.Array | None, format: formats.Format, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd numbers, [..., D / 2] each, of bytes, times their group's scale.
+    """Decode bytes into the even and the odd numbers, [..., D / 2] each, times their group's scale.
 
     Args:
       words: uint8.

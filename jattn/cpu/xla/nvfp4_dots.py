@@ -1,22 +1,22 @@
-"""Dots of a few rows with numbers that share a scale by 16s, decoded in registers: no tile.
+"""Dots of a few rows with numbers that share a scale in groups of 16, decoded in registers.
 
     scores[r, c] = sum over groups g of s[c, g] * (sum over i of q[r, g, i] * x[c, g, i])
     mix[r, g, i] = sum over c of p[r, c] * s[c, g] * x[c, g, i]
 
 A decode step has few rows, and a tile of numbers would cost more to write and read than its dots.
 So both sums are loops over bytes that XLA fuses: bytes in, partial sums of 16 tokens or 4 groups
-out, all rows at once, since decoding a number takes longer than multiplying it. Two things
-make LLVM do it 8 numbers at a time, with or without AVX-512, as JAX 0.10 and 0.12 both do:
+out, all rows at once, since decoding a number takes longer than multiplying it. Two things make
+LLVM process 8 numbers at a time, with or without AVX-512, in JAX 0.10 and 0.12 alike:
 
-- The inner axis has 8 elements and a long body: for `scores` 8 tokens, whose query is a scalar; for
-  `mix` the 8 bytes of a group, whose scale and weight are. What is a scalar to a loop is broadcast
-  once; along an axis that crosses groups, every scale would be fetched again.
-- Rows lie last (`_last`). XLA fuses into one result only, so the rows' sums are chosen by an index
-  inside the loop; the sums do not depend on that index, so LLVM takes them out of its loop, unrolls
-  the choice and stores all rows side by side.
+- The inner axis has 8 elements and a long body: in `scores` 8 tokens, for which the query is a
+  scalar; in `mix` the 8 bytes of a group, for which scale and weight are scalars. A loop broadcasts
+  a scalar once; along an axis that crosses groups, it would fetch every scale again.
+- Rows are the last axis (`_last`). XLA fuses into one result only, so an index inside the loop
+  chooses among the rows' sums. The sums do not depend on that index, so LLVM hoists them out of its
+  loop, unrolls the choice and stores all rows side by side.
 
-Bits are those of a float16 that is 2^-14 of an e2m1 number (`numbers`). Products of 8 bits or fewer
-in float32 are exact; so is what is multiplied, and sums are rounded like those of any float32 dot.
+The bits are those of a float16 that is 2^-14 of an e2m1 number (`numbers`). Decoded numbers are
+exact, as are float32 products of 8 bits or fewer; sums round like those of any float32 dot.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from jattn.formats import rounding
 
 SIMD_WIDTH = 8  # numbers decoded at a time, and half the numbers of a group
 
-# Rows that share a decoding; fewer are filled up with zeros, which in JAX 0.10 is 2 to 4 times as
+# Rows that share one decoding; fewer are padded with zeros, which in JAX 0.10 is 2 to 4 times as
 # fast as loops of 1 to 3 rows. 8 rows as two times 4 took 0.7 times as long as a tile in JAX 0.10,
-# but 1.1 times in JAX 0.12, so more rows take a tile.
+# but 1.1 times in JAX 0.12, so more rows use a tile.
 MOST_ROWS = 4
 
 # Tokens that a partial sum of `mix` adds up. Measured at D = 128 with 4 rows: 8 write twice as many
 # sums, 32 keep more weights than there are registers; both take 1.0 to 1.1 times as long.
 _TOKENS = 16
 
-# Groups that a partial sum of `scores` adds up, or as many as divide D / 16. With 2, JAX 0.10 takes
-# another path and 3 times as long; with 8, constants no longer fit the registers.
+# Groups that a partial sum of `scores` adds up, or fewer if 4 does not divide D / 16. With 2, JAX
+# 0.10 takes another path and 3 times as long; with 8, constants no longer fit the registers.
 _GROUPS = 4
 
 
 def fits(format: formats.Format, num_rows: int, tokens: int) -> bool:
-    """Whether these functions take that format, with as many rows, and tokens in a tile."""
+    """Whether these functions take this format with that many rows and tokens in a tile."""
     return format.group is not None and num_rows <= MOST_ROWS and tokens % _TOKENS == 0
 
 
@@ -61,7 +61,7 @@ def scores(queries: jax.Array, words: jax.Array, groups: jax.Array, step: jax.Ar
       queries: float32 [B, R, D].
       words: uint8 [B, C, D / 2].
       groups: uint8 [B, C, D / 16], words of e4m3.
-      step: int32 [], at least 0, that the surrounding loop changes.
+      step: int32 [], at least 0, which the surrounding loop changes.
     """
     tokens, num_groups = groups.shape[1:]
     part = math.gcd(num_groups, _GROUPS)
@@ -88,13 +88,13 @@ def scores(queries: jax.Array, words: jax.Array, groups: jax.Array, step: jax.Ar
 def mix(
     weights: jax.Array, words: jax.Array, scales: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`[B, R, D / 2]` float32 twice: weights times values, of even indices and of odd ones.
+    """`[B, R, D / 2]` float32 twice: weights times values, at even indices and at odd ones.
 
     Args:
       weights: float32 [B, R, C].
       words: uint8 [B, C, D / 2].
-      scales: float32 [B, C, D / 16], of `scales_of`; zeros where a token is not to count.
-      step: as `scores` takes it.
+      scales: float32 [B, C, D / 16] from `scales_of`; zeros for tokens that do not count.
+      step: as in `scores`.
     """
     tokens, num_groups = scales.shape[1:]
     num_rows = weights.shape[1]
@@ -115,30 +115,30 @@ def mix(
 
 
 def _filled(rows: jax.Array) -> jax.Array:
-    """`rows` [B, R, X] with zeros to `MOST_ROWS`."""
+    """Pad `rows` [B, R, X] with zeros to `MOST_ROWS`."""
     return jnp.pad(rows, ((0, 0), (0, MOST_ROWS - rows.shape[1]), (0, 0)))
 
 
 def scales_of(groups: jax.Array) -> jax.Array:
-    """float32 scales of words of e4m3, for the numbers that `scores` and `mix` decode."""
+    """Convert e4m3 words to float32 scales for the numbers that `scores` and `mix` decode."""
     return numbers.wide_rows(groups, lambda x: numbers.e4m3(x) * jnp.float32(2**14))
 
 
 def _low(words: jax.Array) -> jax.Array:
-    """float32 of the low four bits, even indices, as 2^-14 of the number."""
+    """Decode the low four bits, even indices, to float32: 2^-14 of the number."""
     return _e2m1(words.astype(jnp.uint16) * jnp.uint16(2**12))
 
 
 def _high(words: jax.Array) -> jax.Array:
-    """float32 of the high four bits, odd indices, as 2^-14 of the number."""
+    """Decode the high four bits, odd indices, to float32: 2^-14 of the number."""
     return _e2m1(words.astype(jnp.uint16) * jnp.uint16(2**8))
 
 
 def _e2m1(bits: jax.Array) -> jax.Array:
-    """float32 of the upper four of 16 bits: the sign stays, the others go to a float16's end.
+    """Decode the upper four of 16 bits: the sign stays, the others become bits 11 to 9 of float16.
 
-    Products bring them up, where a shift would do: used this often XLA passes its constants at run
-    time, and a shift by an unknown number is checked by a branch.
+    Callers move them up by multiplying, where a shift would do: XLA passes constants that are used
+    this often at run time, and checks a shift by an unknown number with a branch.
     """
     signed = rounding.bitcast(bits, np.dtype(np.int16)) >> 3
     return numbers.from_float16_bits(
@@ -147,11 +147,11 @@ def _e2m1(bits: jax.Array) -> jax.Array:
 
 
 def _last(rows: Sequence[jax.Array], step: jax.Array) -> jax.Array:
-    """`rows` stacked along a new last axis, in one loop that computes them together.
+    """Stack `rows` along a new last axis, in one loop that computes them together.
 
-    The index depends on `step` for show: `(step & 1) >> 1` is 0, which LLVM knows and XLA does not.
-    Without it XLA would compare indices once, before the surrounding loop, and LLVM could no longer
-    tell which row is chosen where.
+    The index only seems to depend on `step`: `(step & 1) >> 1` is 0, which LLVM knows and XLA does
+    not. Without it XLA would compare indices once, before the surrounding loop, and LLVM could no
+    longer tell which row is chosen where.
     """
     shape = (*rows[0].shape, len(rows))
     index = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) + ((step & 1) >> 1)

@@ -1,9 +1,9 @@
 """Reading tiles of keys or values out of the paged pool.
 
-A KV tile is `C` consecutive tokens of one sequence for every KV head, read by kernel blocks: runs
+A KV tile is `C` consecutive tokens of one sequence for every KV head, read in kernel blocks: runs
 of tokens inside a block, `[kernel_block, D]` each, contiguous in the head-major layout. One gather
-of whole kernel blocks lays the tiles of all work items down as `[P * K, C, D]`, ready to be a dot's
-operand. That gather is a copy at the machine's rate; indexing with an array of token ids would go
+of whole kernel blocks writes the tiles of all work items as `[P * K, C, D]`, ready to be a dot's
+operand. That gather copies at the machine's bandwidth; indexing with an array of token ids would go
 element by element.
 """
 
@@ -28,7 +28,7 @@ from jattn.formats import rounding
 
 @dataclasses.dataclass(frozen=True)
 class KVTile:
-    """How many tokens a tile has and by which kernel blocks it is read; all static.
+    """How many tokens a tile has and in which kernel blocks it is read; all static.
 
     Attributes:
       block_size: S.
@@ -51,28 +51,28 @@ class KVTile:
 
     @classmethod
     def of(cls, block_size: int, target: int) -> KVTile:
-        """The tile of about `target` tokens, a power of two, that parts of blocks can make.
+        """Return a tile of about `target` tokens, a power of two, that blocks divide into.
 
-        Exactly `target` for block sizes that are powers of two or multiples of 8. So a block of
-        528 tokens and its 33 kernel blocks of 16 are read in the same tiles: same bits.
+        Exactly `target` for block sizes that are powers of two or multiples of 8. So blocks of 528
+        tokens are read in the same tiles as their 33 kernel blocks of 16, and give the same bits.
         """
         kernel_block = math.gcd(block_size, target)
-        if kernel_block < min(block_size, 8):  # whole blocks, not slivers: 20, or the prime 1009
+        if kernel_block < min(block_size, 8):  # 20, or the prime 1009: whole blocks, not slivers
             kernel_block = block_size
         return cls(block_size, kernel_block, max(1, target // kernel_block))
 
 
 class Place(typing.NamedTuple):
-    """Which tokens of the pool the tiles of P work items are."""
+    """Which tokens of the pool are in the tiles of P work items."""
 
     table: jax.Array  # int32 [P, M]
-    token: jax.Array  # int32 [P]: the first of a tile, a multiple of the kernel block
+    token: jax.Array  # int32 [P]: a tile's first, a multiple of the kernel block
     tile: KVTile
     kv_layout: str
 
 
 class Part(typing.NamedTuple):
-    """Which numbers of a token that holds keys and values are the one or the other; all static."""
+    """Which numbers of a token that holds keys and values are its keys, or values; all static."""
 
     heads: int  # K
     rows: int  # of a token, K or more
@@ -107,7 +107,7 @@ def of_call(call: calls.Call, operands: calls.Operands) -> tuple[Source, Source]
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """`x` as unsigned words where it is a 16-bit float: XLA CPU never converts those on the way.
+    """`x`, as unsigned words if it is a 16-bit float: XLA for CPU copies these without converting.
 
     `rounding.bitcast` is the inverse.
     """
@@ -120,18 +120,18 @@ def read(
     decode: Callable[[jax.Array], jax.Array],
     part: Part | None = None,
 ) -> jax.Array:
-    """`[P * K, C, D]`: the tokens at a place, or a part of them, decoded.
+    """Read the tokens at a place, or a part of them, decoded: `[P * K, C, D]`.
 
     Ids are clamped to the pool and positions to the table [P, M]: whatever the table holds, this
-    reads memory of the pool. What lies outside the sequence is for the caller to mask. `decode`
-    turns words into numbers, element by element, as they are copied.
+    reads memory of the pool. The caller masks what lies outside the sequence. `decode` turns words
+    into numbers, element by element, as they are copied.
     """
     table, token, tile, kv_layout = place
     num_items = table.shape[0]
     if part is not None:
         tokens = _gather(pool, place).reshape(num_items, tile.tokens, part.rows, part.width)
         end = part.start + part.size
-        # Of the tile, not of the pool: what is left out of a token is not copied.
+        # Slice the tile, not the pool: what is left out of a token is not copied.
         x = tokens[:, :, : part.heads, part.start : end].swapaxes(1, 2)
         return decode(x.reshape(num_items * part.heads, tile.tokens, part.size))
     kv_heads, dim = pool.shape[2 if kv_layout == "NHD" else 1], pool.shape[3]
@@ -168,8 +168,8 @@ def _gather(pool: jax.Array, place: Place) -> jax.Array:
 def _row_width(dim: int, kernel_block: int) -> int:
     """Elements of a row of the copy: D, or several tokens' worth where D is a small power of two.
 
-    XLA's loop over a minor axis of 64 elements or fewer is unrolled before it could be vectorized:
-    at D = 64 the copy then runs at one element a cycle, a sixth of its speed at D = 128.
+    XLA unrolls a loop over a minor axis of 64 elements or fewer before it could be vectorized: at
+    D = 64 the copy then runs at one element a cycle, a sixth of its speed at D = 128.
     """
     if dim > 64 or dim & (dim - 1):
         return dim
@@ -177,7 +177,7 @@ def _row_width(dim: int, kernel_block: int) -> int:
 
 
 def add(pool: jax.Array, tiles: jax.Array, place: Place, part: Part | None = None) -> jax.Array:
-    """The transpose of `read`: `pool` with tiles `[P * K, C, D]` added where they were read."""
+    """The transpose of `read`: add tiles `[P * K, C, D]` to `pool` where they were read."""
     where, axes = _locate(pool, place)
     if part is not None:
         shape = (place.table.shape[0], part.heads, place.tile.tokens, part.size)
@@ -200,7 +200,7 @@ def add(pool: jax.Array, tiles: jax.Array, place: Place, part: Part | None = Non
 
 
 class _Axes(typing.NamedTuple):
-    """How a kernel block lies in the pool: axes an index starts at or drops, and its sizes."""
+    """How a kernel block lies in the pool: the axes an index sets or drops, and its sizes."""
 
     start: tuple[int, ...]
     indexed: tuple[int, ...]
@@ -225,9 +225,9 @@ def _locate(pool: jax.Array, place: Place) -> tuple[jax.Array, _Axes]:
 
 
 def read_numbers(source: Source, place: Place, dtype: np.dtype) -> tuple[jax.Array, ...]:
-    """One tile `[P * K, C, D]` in `dtype`, before scales and zeros but for those of groups.
+    """Read one tile `[P * K, C, D]` in `dtype`, before scales (except of groups) and zero points.
 
-    Of formats with two numbers a byte, two of D / 2: the even indices and the odd (`numbers`).
+    Formats with two numbers per byte give two of D / 2: even indices and odd ones (`numbers`).
     """
     if source.format.values_per_word == 1:
         decode = functools.partial(numbers.of_words, format=source.format, dtype=dtype)
@@ -236,9 +236,9 @@ def read_numbers(source: Source, place: Place, dtype: np.dtype) -> tuple[jax.Arr
 
 
 def read_bytes(source: Source, place: Place) -> tuple[jax.Array, jax.Array | None]:
-    """Bytes [P * K, C, D / 2] as they are, and their groups' words [P * K, C, D / 16] or None.
+    """Read bytes [P * K, C, D / 2] as stored, and their groups' words [P * K, C, D / 16] or None.
 
-    Taking them apart inside the gather would go number by number.
+    Unpacking them inside the gather would go number by number.
     """
     words = lax.optimization_barrier(read(source.words, place, lambda x: x))
     groups = source.quant_params.group_scale
@@ -248,7 +248,7 @@ def read_bytes(source: Source, place: Place) -> tuple[jax.Array, jax.Array | Non
 
 
 def read_scales(source: Source, place: Place) -> tuple[jax.Array | None, jax.Array | None]:
-    """`(scale, zero)` [P, K, C] float32 of every item's tokens, or None where there is none."""
+    """Read `(scale, zero)` [P, K, C] float32 of every item's tokens; each may be None."""
     tokens = place.tile.tokens
 
     def along_tokens(x: jax.Array | None) -> jax.Array | None:
@@ -267,7 +267,7 @@ def read_scales(source: Source, place: Place) -> tuple[jax.Array | None, jax.Arr
 
 
 def _blocks(place: Place, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """int32 [P, n]: every kernel block's block, always in the pool, and where in it it starts."""
+    """int32 [P, n]: the block of every kernel block, always in the pool, and its offset there."""
     table, tile = place.table, place.tile
     per_block = tile.block_size // tile.kernel_block
     steps = jnp.arange(tile.num_kernel_blocks, dtype=jnp.int32)[None]

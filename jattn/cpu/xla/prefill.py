@@ -24,16 +24,19 @@ from jattn.varying import as_varying
 
 
 class QueryTile(typing.NamedTuple):
-    """Q tokens from `first` on, those of them that one sequence has here, and the keys they see."""
+    """Q tokens from `first` on, which of them it computes for one sequence, and the keys they see.
 
-    first: jax.Array  # int32 []: its first token of all; the tile never runs past the last
+    The tile never runs past the last of all tokens.
+    """
+
+    first: jax.Array  # int32 []: its first token, among those of all sequences
     counted: jax.Array  # bool [Q]: which of its tokens are the sequence's and in no other tile
-    item: WorkItems  # one work item; its queries are for the caller to fill in
+    item: WorkItems  # one work item; the caller fills in its queries
     num_steps: jax.Array  # int32 []: KV tiles to read
 
 
 def tile_ends(counts: jax.Array, query_tokens: int) -> jax.Array:
-    """int32 [B]: how many tiles the sequences up to each one have; the last is the total."""
+    """int32 [B]: how many tiles the sequences up to and including each have."""
     return jnp.cumsum(ceil_div(counts, query_tokens), dtype=jnp.int32)
 
 
@@ -45,21 +48,21 @@ def locate(
     operands: calls.Operands,
     sizes: tiles.PrefillTiles,
 ) -> QueryTile:
-    """The tile of a number below `ends[-1]`."""
+    """Return the tile with number `index`, which is below `ends[-1]`."""
     span, kv_tile = sizes.query_tokens, sizes.kv_tile
     b = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     b = jnp.minimum(b, call.num_seqs - 1)
     skip = (index - (ends[b] - ceil_div(counts[b], span))) * span
     num_counted = jnp.minimum(counts[b] - skip, span)
-    # The last tile of all steps back so that it ends with the tokens; the tokens of other tiles
-    # that it then covers are computed in vain and not written.
+    # The very last tile moves back to end with the last token. It then covers tokens of other
+    # tiles, which it computes but does not write.
     wanted = operands.query_start_loc[b] + skip
     first_token = jnp.clip(wanted, 0, call.num_tokens - span)
     back = wanted - first_token
     offsets = jnp.arange(span, dtype=jnp.int32)
     counted = (offsets >= back) & (offsets < back + num_counted)
     sequence_first = spec.first_query_position(operands.seq_lens[b], counts[b])
-    # A tree's tokens sit at their depth: the tile's may be as early as the sequence's first.
+    # A tree's tokens sit at their depth, so the tile's may be as early as the sequence's first.
     first = sequence_first + skip if operands.tree_mask is None else sequence_first
     last = sequence_first + skip + num_counted - 1
     one, first, last, sequence_first = (x[None] for x in (b, first, last, sequence_first))
@@ -92,7 +95,7 @@ def rows_of(x: jax.Array, tile: QueryTile, call: calls.Call, span: int) -> jax.A
 def put_rows(
     x: jax.Array, rows: jax.Array, tile: QueryTile, call: calls.Call, span: int
 ) -> jax.Array:
-    """`x` [T, H, X] with the tokens that count in a tile taken from rows [K, Q * G, X]."""
+    """Write the tokens that count in a tile, of rows [K, Q * G, X], into `x` [T, H, X]."""
     part = rows.reshape(call.num_kv_heads, span, call.group, x.shape[2]).swapaxes(0, 1)
     old = lax.dynamic_slice_in_dim(x, tile.first, span, axis=0)
     new = jnp.where(tile.counted[:, None, None], part.reshape(old.shape), old)
@@ -106,13 +109,13 @@ def run(
     sinks: jax.Array | None,
     sizes: tiles.PrefillTiles,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] as words of the output dtype, lse [T, H] float32)`.
+    """Return `(out [T, H, V] as words of the output dtype, lse [T, H] float32)`.
 
     Zeros and -inf for tokens of other sequences and for padding.
 
     Args:
       call, operands: the call.
-      counts: int32 [B]; query tokens of each sequence, 0 for those that are not for this loop.
+      counts: int32 [B]; query tokens of each sequence, 0 for those that this loop leaves out.
       sinks: [H] or [T, H], or None.
       sizes: static.
     """

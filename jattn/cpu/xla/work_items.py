@@ -1,7 +1,7 @@
 """Work items: some query rows of one sequence, and a run of that sequence's keys.
 
-`P` of them step through their keys together (`kv_loop`). Here are the records, and what they are
-made of: where their query tokens are, and which keys are visible to them.
+`P` of them step through their keys together (`kv_loop`). This file defines the records and builds
+them: where their query tokens are, and which keys these see.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class QueryRows(typing.NamedTuple):
     """R query rows of each of P work items, `R = query tokens * G`, token-major."""
 
     positions: jax.Array  # int32 [P, R]: of each row's query token; in a tree, by its depth
-    sight: spec.Sight  # of every row, to meet [P, R, C]
+    sight: spec.Sight  # of every row; broadcasts against [P, R, C]
     path: jax.Array | None  # uint32 [P, R, W]: `spec.path_bits`
-    query_index: jax.Array | None  # int32 [P, R]: which of its sequence's query tokens; with a tree
+    query_index: jax.Array | None  # int32 [P, R]: which query token of its sequence; with a tree
 
 
 class KeyRun(typing.NamedTuple):
     """The keys of P work items, numbered without gaps: all that are visible, or selected blocks."""
 
     table: jax.Array  # int32 [P, M or M']
-    columns: jax.Array | None  # int32 [P, M']: true column of each of the table's, ascending
+    columns: jax.Array | None  # int32 [P, M']: selected columns of the block table, ascending
     start: jax.Array  # int32 [P]: the first key to read, in the run's own numbering
     end: jax.Array  # int32 [P]
     first_key: jax.Array  # int32 [P]: no row sees a key at a position before this
@@ -47,7 +47,7 @@ class WorkItems(typing.NamedTuple):
     sequence_first: jax.Array  # int32 [P]: position of the sequence's first query token
     seq_len: jax.Array  # int32 [P]
     run: KeyRun
-    token: jax.Array  # int32 [P]: where in the run it begins, a multiple of the kernel block
+    token: jax.Array  # int32 [P]: where in the run the item begins, a multiple of the kernel block
     active: jax.Array  # bool [P]: whether there are keys at all
 
 
@@ -59,12 +59,12 @@ def query_rows(
     index: jax.Array,
     sequence_first: jax.Array,
 ) -> QueryRows:
-    """The rows of query tokens.
+    """Return the rows of query tokens.
 
     Args:
       call, operands: the call.
       sequences: int32 [P].
-      tokens: int32 [P, Q]; which tokens of the call; clipped to those there are.
+      tokens: int32 [P, Q]; which tokens of the call; those past the last count as the last.
       index: int32 [P, Q]; which of its sequence's query tokens each is.
       sequence_first: int32 [P]; the position of the sequence's first query token.
     """
@@ -98,7 +98,7 @@ def key_run(
 
     Args:
       call, operands, sequences: as above.
-      tokens: int32 [P, Q]; the query tokens; clipped to those there are.
+      tokens: int32 [P, Q]; the query tokens; those past the last count as the last.
       counted: bool [P, Q]; which of them count.
       first, last: int32 [P].
     """
@@ -119,9 +119,9 @@ def key_run(
 
 
 def key_positions(run: KeyRun, token: jax.Array, count: int, block_size: int) -> jax.Array:
-    """int32 [P, C]: true positions of the run's `count` keys from `token` [P] on.
+    """int32 [P, C]: the positions in the sequence of the run's `count` keys from `token` [P] on.
 
-    Past the run's last column they are past every key that a table could hold.
+    Past the run's last column, they are past every key that a table could hold.
     """
     keys = token[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if run.columns is None:

@@ -1,4 +1,4 @@
-"""Writing new rows into a cache in pure JAX: scatters, in place where the cache is donated."""
+"""Write new rows into a cache in pure JAX: scatters, in place if the cache is donated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Writing(typing.NamedTuple):
 def run(
     writing: Writing, new_rows: tuple[NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
-    """The pools with their rows at `slots` [T]; a slot outside the pool is dropped."""
+    """Return the pools with the rows written at `slots` [T]; a slot outside the pool is dropped."""
     pairs = zip(new_rows, writing.formats, strict=True)
     return tuple(_scatter(new, slots, format, writing.kv_layout) for new, format in pairs)
 
@@ -42,8 +42,8 @@ def _scatter(
     pool, new, scale = given
     num_blocks = pool.words.shape[0]
     block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
-    # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
-    # only then is "drop" what it says.
+    # A negative slot must not wrap around to the pool's end: it becomes a block past the end, which
+    # "drop" does drop.
     inside = (slots >= 0) & (slots < num_blocks * block_size)
     block = jnp.where(inside, slots // block_size, num_blocks)
     offset = slots % block_size
@@ -77,7 +77,7 @@ def _scatter(
     return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
 
 
-# How much larger than the tokens that set a block's scale its later ones may be.
+# How much larger a block's later tokens may be than those that set its scale.
 HEADROOM = 8.0
 
 
@@ -88,9 +88,9 @@ def _set_block_scales(
     offset: jax.Array,
     format: formats.Fp8,
 ) -> jax.Array:
-    """`scales` [N, K] with those of blocks set whose first slot this call writes.
+    """Set the `scales` [N, K] of blocks whose first slot this call writes.
 
-    In place: what is scattered is as long as the call, never as the pool.
+    In place: the scattered arrays are as long as the call, never as the pool.
 
     Args:
       scales: float32 [N, K], positive.
@@ -100,7 +100,7 @@ def _set_block_scales(
     """
     most = rounding.largest(new) * jnp.float32(HEADROOM / format.largest)
     first = jnp.where(offset == 0, block, scales.shape[0])
-    # Below zero marks a block as begun here, so that the maximum takes only what this call brings.
+    # A negative scale marks a block as begun by this call: the maximum is over the call's rows.
     scales = scales.at[first].set(jnp.float32(-1), mode="drop")
     begun = scales.at[block].get(mode="fill", fill_value=1.0) < 0
     scales = scales.at[block].max(jnp.where(begun, most, jnp.float32(-1)), mode="drop")
