@@ -105,7 +105,7 @@ def test_a_library_is_found_by_its_name_alone_and_missing_sources_are_a_reason(
     assert library.open_library(pathlib.Path("kernel.so"), build.stamp(), None).library
     assert build._said(pathlib.Path("kernel.so"), "stamp") == build.stamp()
     monkeypatch.setattr(build, "SOURCES", tmp_path / "nowhere")
-    assert "its C++ sources, which a library has to match, are missing" in (
+    assert "its C++ sources, which the library must match, are missing" in (
         library.load.__wrapped__().reason
     )
 
@@ -119,8 +119,8 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         (tmp_path / "none.so", build.stamp(), version, "not built"),
         (garbage, build.stamp(), version, "does not load"),
         (built, "other", version, "other sources"),
-        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI and this JAX 0.2"),
-        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI and this JAX 1.0"),
+        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI, but this JAX 0.2"),
+        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI, but this JAX 1.0"),
     ):
         found = library.open_library(path, stamp, ffi)
         assert found.library is None
@@ -141,7 +141,7 @@ with warnings.catch_warnings(record=True) as said:
     have = ", ".join(library.load().instruction_sets())
     want = f"JATTN_NATIVE_ISA is 'avx3', but must be an instruction set of this machine: {have}\n"
     found = native_library.run_python("-c", code, JATTN_NATIVE_ISA="avx3")
-    slower = "jattn has no native kernel in this process, and the slower `xla` runs"
+    slower = "jattn has no native kernel in this process and uses the slower `xla`"
     assert found == f"True 1 {slower}: {want}"
 
 

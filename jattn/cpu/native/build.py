@@ -1,12 +1,12 @@
 """Build the native kernel's shared library: `python -m jattn.cpu.native [--all]`.
 
-A wheel's library has every instruction set of its architecture; one built where it is used, the
-newest of only that machine, which compiles sooner.
+A wheel's library has every instruction set of its architecture. A library built where it is used
+has only that machine's newest, which takes less time to compile.
 
-Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
-library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
-those of the oldest JAX that is supported, copied into `include`, because a library built with newer
-ones stops an older JAX's whole CPU backend.
+This file imports only the standard library, so that an installer can run it before JAX is there.
+The library is plain C++17 without libpython: one file serves every Python. `include` has copies of
+the FFI headers of the oldest supported JAX, because a library built with newer ones stops an older
+JAX's whole CPU backend.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from collections.abc import Collection
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE / "src"
-LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
+LIBRARY = HERE / "lib" / "libjattn_native.so"  # in a separate folder: not an extension module
 COMMAND = "python -m jattn.cpu.native"
 PER_SET_SOURCES = ("kernel", "few_rows")  # compiled once for each instruction set
 
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"),
-    "-Werror=switch",  # a format that a switch lacks
+    "-Werror=switch",  # a format missing from a switch
 )
-# What GCC's -O3 adds and the kernel is faster with; all of -O3 takes half as long again to compile.
+# The parts of GCC's -O3 that make the kernel faster; all of it takes half as long again to compile.
 _GCC = ("-O2", "-fvect-cost-model=dynamic", "-fipa-cp-clone")
-# In place of an instruction set that is not compiled: its name, or null if the compiler lacks it.
+# Replaces an instruction set that is not compiled: has its name, or null if the compiler lacks it.
 _LEFT_OUT = """#include "problem.h"
 namespace jattn_native {{
 Kernels kernels_{}() {{ return {{{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}}; }}
@@ -53,9 +53,9 @@ _X86 = {
     "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
     "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
-# Without flags Zig compiles for the machine it runs on, and others would not run a wheel's library.
+# Without flags Zig compiles for the machine it runs on; a wheel's library must run on others too.
 _ZIG_BASE = ("-mcpu=baseline",)
-# What an old compiler fails at: the vector extension as the sources use it, atomics, linking.
+# What old compilers fail at: the vector extension as the sources use it, atomics, linking.
 _PROBE = """#include <atomic>
 #include "vectors.h"
 extern "C" float probe(const float* x) {
@@ -63,7 +63,7 @@ extern "C" float probe(const float* x) {
   return ++calls + jattn_native::sum(jattn_native::read<jattn_native::Floats>(x));
 }
 """
-# What Linux says of a processor that has an instruction set.
+# The features that Linux lists for a processor with an instruction set.
 _AVX512_FEATURES = {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -75,21 +75,21 @@ _FEATURES = {
 
 
 class BuildError(Exception):
-    """The library could not be built; says why."""
+    """The library could not be built; the message says why."""
 
 
 def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, ...]]:
-    """The instruction sets of one library: names and the flags that the compiler takes for them.
+    """Return the instruction sets of one library: their names, with the compiler's flags.
 
     Raises:
-      BuildError: there is no kernel for `machine`, as `platform.machine()` names it.
+      BuildError: there is no kernel for `machine`, a name from `platform.machine()`.
     """
     zig = any("zig" in pathlib.Path(word).name for word in command)
     base = _ZIG_BASE if zig else ()
     if machine.lower() in ("x86_64", "amd64"):
         return _X86 | {"base": base}
     if machine.lower() not in ("aarch64", "arm64"):
-        raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
+        raise BuildError(f"no native kernel for {machine}: it needs x86-64 or 64-bit ARM")
     return {"base": base, "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
@@ -102,7 +102,7 @@ def is_supported() -> bool:
 def newest_here(
     command: list[str], processor: pathlib.Path = pathlib.Path("/proc/cpuinfo")
 ) -> str | None:
-    """The newest of `instruction_sets` that processor and compiler know; None if nothing says."""
+    """Return the newest of `instruction_sets` of processor and compiler; None if not known."""
     sets = instruction_sets(platform.machine(), command)
     try:
         lines = processor.read_text().splitlines()
@@ -119,10 +119,10 @@ def newest_here(
 
 
 def build_here(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
-    """Compile what this machine can use best; everything if that cannot be told, or does not run.
+    """Compile this machine's newest instruction set, or all if it is not known or does not run.
 
     Raises:
-      BuildError: as `build`.
+      BuildError: as in `build`.
     """
     newest = newest_here(compiler())
     build(library, extra, None if newest is None else (newest,))
@@ -131,7 +131,7 @@ def build_here(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> 
 
 
 def stamp() -> str:
-    """A digest of the sources next to this file, which a library must have been built from."""
+    """Return a digest of the sources next to this file, which a library must be built from."""
     digest = hashlib.sha256()
     sources = (path for path in SOURCES.iterdir() if path.suffix in (".cc", ".h"))
     for path in sorted((*sources, *(HERE / "include").rglob("*.h"))):
@@ -140,7 +140,7 @@ def stamp() -> str:
 
 
 def is_current(library: pathlib.Path = LIBRARY) -> bool:
-    """Whether a library is there that these sources made, with the best that runs here."""
+    """Whether the library was built from these sources, with the newest set that runs here."""
     try:
         return (
             _said(library, "stamp") == stamp()
@@ -152,7 +152,7 @@ def is_current(library: pathlib.Path = LIBRARY) -> bool:
 
 
 def _said(library: pathlib.Path, what: str) -> str:
-    """What a library says of itself, asked in another process: this one would keep it loaded."""
+    """Ask a library about itself, in another process: this one would keep it loaded."""
     code = (
         "import ctypes, sys; f = getattr(ctypes.CDLL(sys.argv[1]), 'jattn_native_' + sys.argv[2]); "
         "f.restype = ctypes.c_char_p; print(f().decode())"
@@ -166,10 +166,10 @@ def _said(library: pathlib.Path, what: str) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX, one on the PATH that works, or that of ziglang.
+    """Return the command of a C++ compiler: $CXX, one on the PATH that works, or ziglang's.
 
     Raises:
-      BuildError: none works, with the reason of each; or $CXX names none.
+      BuildError: none works, with the reason for each; or $CXX is not the command of one.
     """
     if given := os.environ.get("CXX"):
         try:
@@ -206,7 +206,7 @@ def _probe(command: list[str]) -> None:
 
 
 def optimization(command: list[str]) -> tuple[str, ...]:
-    """The flags of optimization for the compiler that `command` starts."""
+    """Return the optimization flags for the compiler that `command` starts."""
     with tempfile.NamedTemporaryFile(suffix=".cc") as nothing:
         defined = _run([*command, "-dM", "-E", nothing.name])
     return ("-O3",) if "__clang__" in defined else _GCC
@@ -221,12 +221,12 @@ def build(
 
     Args:
       library: where the shared library goes.
-      extra: more flags, for compiling and linking: sanitizers.
-      only: instruction sets to compile; None: all. A machine that has others uses the newest of
+      extra: more flags for compiling and linking, such as sanitizers.
+      only: instruction sets to compile; None for all. A machine that has others uses the newest of
         these.
 
     Raises:
-      BuildError: no compiler, an unknown machine, or what the compiler said.
+      BuildError: no compiler, an unknown machine, or the compiler's error.
     """
     command = compiler()
     sets = instruction_sets(platform.machine(), command)
@@ -262,14 +262,14 @@ def build(
         linked = objects / library.name
         _run([*command, "-shared", *extra, "-o", str(linked), *compiled, "-pthread"])
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Next to the old one first: a process that has it loaded keeps it.
+        # Copy it next to the old one, then replace that: a process that has it loaded keeps it.
         new = library.with_name(f".{library.name}.{os.getpid()}")
         shutil.copyfile(linked, new)
         new.replace(library)
 
 
 def _knows(command: list[str], flags: tuple[str, ...]) -> bool:
-    """Whether the compiler takes an instruction set's flags: one older than the set does not."""
+    """Whether the compiler takes an instruction set's flags; one older than the set does not."""
     try:
         _run([*command, *flags, "-E", "-x", "c++", os.devnull])
     except BuildError:
@@ -288,21 +288,21 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Build, and say where the library is."""
+    """Build the library and print its path."""
     parser = argparse.ArgumentParser(prog=COMMAND, description="Build jattn's native CPU kernel.")
-    parser.add_argument("--all", action="store_true", help="for every machine of this architecture")
+    parser.add_argument("--all", action="store_true", help="for all machines of this architecture")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         metavar="PATH",
-        help="a library elsewhere, which JATTN_NATIVE_LIBRARY=PATH loads (default: %(default)s)",
+        help="where to write it; JATTN_NATIVE_LIBRARY=PATH loads that (default: %(default)s)",
         default=LIBRARY,
     )
     given = parser.parse_args()
     try:
         extra = tuple(shlex.split(os.environ.get("CXXFLAGS", "")))
         (build if given.all else build_here)(given.out, extra)
-    except (BuildError, OSError, ValueError) as error:  # ValueError: of CXXFLAGS
+    except (BuildError, OSError, ValueError) as error:  # ValueError: from CXXFLAGS
         print(f"jattn: the native kernel was not built: {error}", file=sys.stderr)
         return 1
     print(given.out)

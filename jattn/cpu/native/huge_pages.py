@@ -1,7 +1,7 @@
-"""Memory for pools: in huge pages, where Linux lets programs ask for them.
+"""Memory for pools, in huge pages where Linux lets programs ask for them.
 
-With pages of 4 KiB decode misses the TLB every few kilobytes. A page's size is decided
-when it is touched first, so the library makes the zeros itself.
+With pages of 4 KiB, decode misses the TLB every few kilobytes. The first touch of a page decides
+its size, so the library writes the zeros itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LARGE_BYTES = 4 << 20  # smaller arrays have few pages
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """`jnp.zeros`; a large array on a CPU in huge pages if the system's setting allows them.
+    """Like `jnp.zeros`, but a large array on a CPU is in huge pages if the system allows them.
 
-    Under a transformation, and where the native library is missing, it is only `jnp.zeros`.
+    Under a transformation, or without the native library, it is just `jnp.zeros`.
     """
     if not _huge(shape, dtype):
         return jnp.zeros(shape, dtype)
@@ -32,7 +32,7 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 
 def ones(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """`jnp.ones`, in huge pages where `zeros` is."""
+    """Like `jnp.ones`, but in huge pages where `zeros` is."""
     return _add_one(zeros(shape, dtype)) if _huge(shape, dtype) else jnp.ones(shape, dtype)
 
 

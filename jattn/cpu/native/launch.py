@@ -16,7 +16,7 @@ from jattn.cpu.native import library, partition
 from jattn.cpu.xla import gradient
 from jattn.varying import as_varying
 
-# Numbers that the library knows formats by, and what a scale belongs to: src/problem.h.
+# The library's numbers for formats, and for what a scale belongs to: see src/problem.h.
 FORMATS = {
     "float32": 0,
     "bfloat16": 1,
@@ -31,14 +31,14 @@ PER = {None: 0, "head": 0, "block": 1, "token": 2}
 
 
 def format_code(format: formats.Format) -> int:
-    """The library's number of a format."""
+    """Return the library's number for a format."""
     return FORMATS[format.codes]
 
 
 @gradient.differentiable
 @batching.one_by_one
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
+    """Return `(out [T, H, V], lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
     given = dict[str, jax.Array | None]()
     for name, x in operands._asdict().items():
@@ -48,11 +48,11 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
             given[name] = x
     present = sum(1 << i for i, x in enumerate(given.values()) if x is not None)
     there = {name: x for name, x in given.items() if x is not None}
-    # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
-    # all devices.
+    # Under `jax.shard_map` all operands must vary over the same axes, and results that do not vary
+    # would count as the same on all devices.
     arrays = as_varying([*there.values()], operands)
-    # `present` says which options there are; a set's `repr` has no order. With several devices the
-    # key of XLA's cache on disk is made of this alone.
+    # `present` says which options there are, and a set's `repr` has no fixed order. With several
+    # devices, only this enters the key of XLA's cache on disk.
     static = (dataclasses.replace(call, options=frozenset()), present, library.version())
     out, lse = partition.run(_attend, static, _division(call, there), arrays)
     return as_varying((out, lse), operands)
@@ -61,7 +61,7 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
 def _attend(
     static: tuple[calls.Call, int, int], query: jax.Array, *rest: jax.Array
 ) -> Sequence[jax.Array]:
-    """The kernel's call, for the heads of `query` and of the pools."""
+    """Call the kernel for the heads of `query` and of the pools."""
     call, present, version = static
     kv_heads = max(call.num_kv_heads * query.shape[1] // call.num_heads, 1)
     results = (
@@ -80,7 +80,7 @@ def _attend(
         "block_size": call.block_size,
         "kv_heads": kv_heads,
         "stored_heads": kv_heads if call.rows is None else call.rows.count,
-        "row_width": 0 if call.rows is None else call.rows.width,  # 0: keys and values apart
+        "row_width": 0 if call.rows is None else call.rows.width,  # 0: keys and values separate
         "value_start": 0 if call.rows is None else call.rows.value_start,
         "causal": call.is_causal is not False,
         "value_dim": call.value_dim,
@@ -91,7 +91,7 @@ def _attend(
 
 
 def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Division:
-    """Where the operands of a call have their heads."""
+    """Return which axes of a call's operands are heads."""
 
     def axes(name: str, ndim: int) -> partition.Axes:
         if name == "query":
@@ -120,7 +120,7 @@ def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Divisi
 
 
 def pool_axes(ndim: int, kv_layout: str) -> partition.Axes:
-    """The meaning of the axes of a pool's words, or of its scales: per block, token or group."""
+    """Name the axes of a pool's words, or of its scales: per block, token or group."""
     if ndim == 2:
         return (None, "kv_heads")
     if kv_layout == "NHD":

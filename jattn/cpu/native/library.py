@@ -1,7 +1,7 @@
 """The native kernel's shared library: found, checked and registered with JAX on first use.
 
 A library that does not fit is never registered: one built with newer FFI headers than this JAX has
-would stop its whole CPU backend.
+would stop JAX's whole CPU backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jattn.cpu.native import build
 TARGET = "jattn_native_attend"
 UPDATE = "jattn_native_update"
 ZEROS = "jattn_native_zeros"
-CALLS = (TARGET, UPDATE)  # what compiled programs hold
+CALLS = (TARGET, UPDATE)  # those that compiled programs contain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Loaded:
     reason: str | None
 
     def instruction_set(self) -> str:
-        """The one that calls run on: a name of `build.instruction_sets`."""
+        """The instruction set that calls use: a name of `build.instruction_sets`."""
         return self.library.jattn_native_isa().decode()
 
     def instruction_sets(self) -> tuple[str, ...]:
-        """Those of the library that this machine can use, newest first."""
+        """The library's instruction sets that this machine can use, newest first."""
         return tuple(self.library.jattn_native_isas().decode().split())
 
     def left_out(self) -> tuple[str, ...]:
-        """Those that this machine could use and that the library was built without."""
+        """The instruction sets that this machine could use but the library was built without."""
         return tuple(self.library.jattn_native_left_out().decode().split())
 
 
@@ -50,14 +50,14 @@ class Loaded:
 def load() -> Loaded:
     """Load and register the library once; starts no backend.
 
-    Warns where the library was built for a machine with fewer instruction sets. There is none where
-    JATTN_NATIVE_ISA names no instruction set of this machine.
+    Warns if the library was built for a machine with fewer instruction sets. Returns no library if
+    JATTN_NATIVE_ISA does not name an instruction set of this machine.
     """
     path = pathlib.Path(os.environ.get("JATTN_NATIVE_LIBRARY") or build.LIBRARY)
     try:
         stamp = build.stamp()
     except OSError as error:
-        return Loaded(None, f"its C++ sources, which a library has to match, are missing: {error}")
+        return Loaded(None, f"its C++ sources, which the library must match, are missing: {error}")
     found = open_library(path, stamp, ffi_version())
     wanted = os.environ.get("JATTN_NATIVE_ISA")
     if found.library is not None and wanted and wanted not in found.instruction_sets():
@@ -80,7 +80,7 @@ def load() -> Loaded:
 
 
 def version() -> int:
-    """A number of the loaded library's sources, which programs carry."""
+    """Return a number of the loaded library's sources, which compiled programs carry."""
     return int(load().library.jattn_native_stamp().decode()[:15], 16)
 
 
@@ -90,7 +90,7 @@ def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None
     if not path.exists():
         return Loaded(None, f"its library is not built: {rebuild}")
     try:
-        library = ctypes.CDLL(str(path.resolve()))  # a name without a slash is looked for elsewhere
+        library = ctypes.CDLL(str(path.resolve()))  # a name without a slash is searched elsewhere
         for name in ("stamp", "isa", "isas", "left_out"):
             getattr(library, f"jattn_native_{name}").restype = ctypes.c_char_p
         built = library.jattn_native_stamp().decode()
@@ -104,13 +104,13 @@ def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None
     if version is not None and (speaks[0] != version[0] or speaks[1] > version[1]):
         have, takes = (".".join(map(str, v)) for v in (speaks, version))
         return Loaded(
-            None, f"its library speaks version {have} of XLA's FFI and this JAX {takes}: {rebuild}"
+            None, f"its library has version {have} of XLA's FFI, but this JAX {takes}: {rebuild}"
         )
     return Loaded(library, None)
 
 
 def ffi_version() -> tuple[int, int] | None:
-    """The FFI version of the installed jaxlib, from the headers it ships; None without them."""
+    """Return the FFI version of jaxlib, from the headers that it ships; None without them."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
@@ -122,7 +122,7 @@ def ffi_version() -> tuple[int, int] | None:
 
 
 def missing() -> tuple[str, ...]:
-    """Why there is no library that fits, or (). Warns once where a CPU could have one."""
+    """Return why no library fits, or (). Warn once on a CPU that could have one."""
     reason = load().reason
     if reason is None:
         return ()
@@ -134,6 +134,6 @@ def missing() -> tuple[str, ...]:
 @functools.cache
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"jattn has no native kernel in this process, and the slower `xla` runs: {reason}",
+        f"jattn has no native kernel in this process and uses the slower `xla`: {reason}",
         stacklevel=2,
     )

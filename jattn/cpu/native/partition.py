@@ -1,15 +1,15 @@
-"""The native calls over arrays that are split over devices: every device runs its own heads.
+"""Native calls on arrays that are split over devices: every device runs its own heads.
 
-XLA cannot see into a custom call, and would gather for it what is split. So it is told how a call
-divides, when there are several devices (with one, and inside `jax.shard_map`, nothing is added):
+XLA cannot see into a custom call and would gather whatever is split. So with several devices this
+file tells it how to divide a call (with one, and inside `jax.shard_map`, it adds nothing):
 
     pools split over their KV heads     a device runs the query heads that read its KV heads
     one KV head, whole on every device  a device runs the query heads that it has (MQA, MLA)
-    anything else                       is gathered: pools with a warning
+    anything else                       gathered, with a warning for pools
 
-Axes of a mesh that are automatic are XLA's: `custom_partitioning` says what its partitioner should
-do, and by which rule shardings propagate. Explicit axes are part of an array's type: there it is
-`jax.shard_map` at once.
+XLA decides about a mesh's automatic axes: `custom_partitioning` tells its partitioner what to do,
+and how shardings propagate. Explicit axes are part of an array's type: for these the call is
+wrapped in `jax.shard_map` directly.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from jax.sharding import PartitionSpec as P
 from jattn.varying import explicit_mesh
 
 Run = Callable[..., Sequence[jax.Array]]
-# For every axis of an array what it counts: "heads", "kv_heads", or None for anything else.
+# What every axis of an array counts: "heads", "kv_heads", or None for anything else.
 Axes = tuple[str | None, ...]
-# With a sharding: that of its type, or the one that XLA's partitioner has found.
+# Has a sharding: its type's, or the one that XLA's partitioner found.
 Operand = TypeVar("Operand", jax.Array, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Where a call's arrays have their heads.
+    """Which axes of a call's arrays are heads.
 
     Attributes:
       operands, results: the axes of each.
       pools: names of the operands that are pools, None for others.
-      kv_heads: K, or 0 where the heads of the pools cannot be told apart.
+      kv_heads: K, or 0 if no axis of the pools separates the heads.
       group: G, query heads per KV head.
     """
 
@@ -59,13 +59,13 @@ class Division:
 def run(
     f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`f(static, *arrays)`, on every device with its heads.
+    """Run `f(static, *arrays)` on every device, with that device's heads.
 
     Args:
-      f: makes the call for arrays of any number of heads, their sizes read from the arrays. Under
-        `jax.vmap` callers have a rule of their own: `custom_partitioning` has none.
-      static: what else it takes; equal ones have equal `repr`s, in every process.
-      division: where the arrays have their heads.
+      f: makes the call for any number of heads, with sizes read from the arrays. Callers need their
+        own rule for `jax.vmap`: `custom_partitioning` has none.
+      static: its first argument; equal ones have equal `repr`s, in every process.
+      division: which axes of the arrays are heads.
       arrays: the operands.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -79,10 +79,10 @@ def run(
 
 @functools.lru_cache(maxsize=1024)
 def _partitioned(f: Run, static: Hashable, division: Division) -> Run:
-    """The call for XLA's partitioner; one object per kind of call."""
+    """Return the call for XLA's partitioner; one object per kind of call."""
 
-    # The module that XLA is given, by whose text JAX keeps compiled programs on disk, holds nothing
-    # of what the call does: an operand says it.
+    # JAX keeps compiled programs on disk under the text of the module that it gives XLA. That text
+    # does not say what the call does, so an operand does.
     text = repr((f.__name__, static, division)).encode()
     identity = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
 
@@ -133,7 +133,7 @@ class _Split:
     heads: tuple[str, ...] = ()
 
     def spec(self, axes: Axes) -> P:
-        """How an array lies: whole along all axes but those of heads."""
+        """Return an array's sharding: whole along all axes except heads."""
         return P(*(getattr(self, kind) or None if kind else None for kind in axes))
 
 
@@ -143,10 +143,10 @@ def _split(
     given: Sequence[Operand],
     along: Callable[[Operand, int], tuple[str, ...]],
 ) -> _Split:
-    """The split that pools are in, or queries where the pools are whole and have one KV head.
+    """Return the split of the pools, or of queries if pools are whole and have one KV head.
 
     Args:
-      division: where the operands have their heads.
+      division: which axes of the operands are heads.
       sizes: of the mesh's axes.
       given: the operands.
       along: which axes of the mesh split an axis of an operand.
@@ -163,7 +163,7 @@ def _split(
 
 
 def _axes_along(mesh: Mesh, x: jax.ShapeDtypeStruct, axis: int) -> tuple[str, ...]:
-    """The axes of the mesh that split an axis of `x`; none where it takes parts of them."""
+    """Return the axes of the mesh that split an axis of `x`; none if only parts of them do."""
     want = _parts(x, axis)
     names = [name for name, size in mesh.shape.items() if size > 1]
     for count in range(1, len(names) + 1):
@@ -177,17 +177,17 @@ def _axes_along(mesh: Mesh, x: jax.ShapeDtypeStruct, axis: int) -> tuple[str, ..
 
 
 def _parts(x: jax.ShapeDtypeStruct, axis: int) -> list[tuple[int, int, int]]:
-    """Which part of an axis each device has, in the order of their ids."""
+    """Return which part of an axis each device has, in the order of their ids."""
     try:
         found = x.sharding.devices_indices_map(x.shape)
-    except ValueError:  # XLA may split an array of its own into parts that are not alike
+    except ValueError:  # XLA may split its own arrays into unequal parts
         return [(i, i, 1) for i in range(len(x.sharding.device_set))]
     devices = sorted(found, key=lambda device: device.id)
     return [found[device][axis].indices(x.shape[axis]) for device in devices]
 
 
 def _mesh_of(mesh: Mesh, given: Sequence[jax.ShapeDtypeStruct]) -> Mesh:
-    """The mesh, or all devices in a row where there is none."""
+    """Return the mesh, or one axis of all devices if there is none."""
     if not mesh.empty:
         return mesh
     devices = next(list(x.sharding.devices_indices_map(x.shape)) for x in given)
@@ -204,17 +204,17 @@ def _warn_of_gathers(
         for axis, kind in enumerate(axes if name else ()):
             if (kind is None or not split.kv_heads) and is_split(x, axis):
                 warnings.warn(
-                    f"jattn: {name} {list(x.shape)} is split over devices along axis {axis}, and "
+                    f"jattn: {name} {list(x.shape)} is split over devices along axis {axis}, so "
                     "the native kernel gathers it in every call; split pools over whole KV heads",
                     stacklevel=2,
                 )
 
 
 def _rule(division: Division, *_: object) -> partitioning.SdyShardingRule:
-    """How shardings of operands and results go together, for Shardy.
+    """Tell Shardy which operands and results are sharded alike.
 
-    Queries go with results, and pools with pools. A pool does not go with queries or new rows: it
-    would be split along parts of an axis where there are fewer KV heads than devices.
+    Queries are sharded like results, and pools like pools. A pool is not linked to queries or new
+    rows: with fewer KV heads than devices it would be split along parts of an axis.
     """
     fresh = (f"other{i}" for i in itertools.count())
 
@@ -240,7 +240,7 @@ def _mapped(
     mesh: AbstractMesh,
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The call where types say how arrays are split."""
+    """Make the call where types say how arrays are split."""
 
     def along(x: jax.Array, axis: int) -> tuple[str, ...]:
         names = jax.typeof(x).sharding.spec[axis]
@@ -265,6 +265,6 @@ def _mapped(
 
 
 def automatic_axes(mesh: AbstractMesh) -> tuple[str, ...]:
-    """The axes of an abstract mesh that XLA may split arrays along, in `jax.shard_map` too."""
+    """Return the mesh axes that XLA may split arrays along, even inside `jax.shard_map`."""
     sizes = mesh.shape.items()
     return tuple(name for name, size in sizes if size > 1 and name not in mesh.manual_axes)

@@ -1,4 +1,4 @@
-"""Writing new tokens into a cache by the native kernel: what it takes, and its FFI call."""
+"""Write new tokens into a cache with the native kernel: what it takes, and its FFI call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = calls.QUERY_DTYPES  # dtypes of new tokens
 
 
 def refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
-    """Every reason why the kernel cannot write these rows; empty if it can."""
+    """Return every reason why the kernel cannot write these rows; empty if it can."""
     here, reasons = device.platform(), []
     if here != "cpu":
         reasons.append(f"it runs on cpu, and this is {here}")
@@ -32,13 +32,13 @@ def refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
 
 
 def automatic_refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
-    """Every reason why it is not taken where no implementation is named; empty if it is."""
+    """Return every reason not to choose it when no implementation is named; empty if chosen."""
     reasons = refusals(new_rows)
-    # There XLA would gather a pool that its own axes split, and splits its scatter.
+    # In `jax.shard_map` XLA would gather a pool that automatic axes split, but can split a scatter.
     mesh = jax.sharding.get_abstract_mesh()
     if not reasons and mesh.manual_axes and partition.automatic_axes(mesh):
         reasons.append(
-            f"this is in jax.shard_map over {mesh.manual_axes}, and "
+            f"the call is in jax.shard_map over {mesh.manual_axes}, and "
             f"{partition.automatic_axes(mesh)} may split a pool"
         )
     return reasons
@@ -48,7 +48,7 @@ def automatic_refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
 def run(
     writing: xla.Writing, new_rows: tuple[xla.NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
-    """Write as `jattn.cpu.xla.writing.run` does, to the bit; derivatives are that function's."""
+    """Write what `jattn.cpu.xla.writing.run` writes, bit for bit, with its derivatives."""
     return _batched(writing)(new_rows, slots)
 
 
@@ -62,7 +62,7 @@ def _derivative(
 
 @functools.cache
 def _batched(writing: xla.Writing) -> Callable[..., tuple[formats.Quantized, ...]]:
-    """The call for one batch; `vmap` takes XLA's scatter, which writes all of a batch in place."""
+    """Return the call for one batch; `vmap` uses XLA's scatter, which writes them all in place."""
     one = jax.custom_batching.custom_vmap(functools.partial(_call, writing))
 
     @one.def_vmap
@@ -77,7 +77,7 @@ def _batched(writing: xla.Writing) -> Callable[..., tuple[formats.Quantized, ...
 def _call(
     writing: xla.Writing, new_rows: tuple[xla.NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
-    # In the order of src/ffi.cc; a call brings those it has, and gets the pools' arrays back.
+    # In the order of src/ffi.cc. A call passes those it has, and gets the pools' arrays back.
     pools: list[jax.Array | None] = []
     for new in new_rows:
         pools += [new.pool.words, *new.pool.quant_params]
@@ -114,7 +114,7 @@ def _call(
 def _update(
     static: tuple[tuple[tuple[str, int], ...], int], *arrays: jax.Array
 ) -> Sequence[jax.Array]:
-    """The kernel's call; the first arrays are pools, and are returned."""
+    """Call the kernel; the first arrays are pools, and are returned."""
     attributes, kept = static
     native = jax.ffi.ffi_call(
         library.UPDATE,
@@ -130,7 +130,7 @@ def _division(
     given: Sequence[jax.Array | None],
     kept: int,
 ) -> partition.Division:
-    """Where the arrays have their KV heads."""
+    """Return which axes of the arrays are KV heads."""
     words = new_rows[0].pool.words
     rows_of_heads = words.ndim == 4 and new_rows[0].rows.ndim == 3
 
