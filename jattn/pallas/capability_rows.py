@@ -15,7 +15,7 @@ from jattn.pallas.triton import tiles as triton_tiles
 
 # The test matrix of both passed on an H100.
 RESULTS = "2026-11-27-gpu-h100-jax0.11.jsonl"
-# Those with scales per token, block or group came after it.
+# Formats with scales per token, block or group are newer than that.
 _NEWER_FORMATS = tuple(format.name for format in formats.ALL if format.chooses_scales)
 
 _NEWER_OPTIONS = tuple(name for name in calls.OPTIONS if name not in calls.CORE_OPTIONS)
@@ -64,11 +64,13 @@ def _not_hopper() -> tuple[str, ...]:
 
 
 def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
-    """Combinations of what the row claims that the kernels cannot run together."""
+    """Return why the kernels cannot run a combination of what the row claims."""
     reasons = pools.refusals(call)
     stored, value = call.key_format.name, call.value_format.name
     if stored != value:
-        reasons.append(f"the key cache holds {stored} and the value cache {value}; it takes one")
+        reasons.append(
+            f"the key cache holds {stored} and the value cache {value}; it takes one format"
+        )
     if (call.query_dtype, stored) == ("float16", "bfloat16"):
         # Neither dtype holds the other's numbers, and one product takes one dtype.
         reasons.append("the query is float16 and the cache bfloat16; it takes bfloat16 for both")
@@ -86,7 +88,7 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
 
 
 def _mosaic_prefers_others(call: calls.Call) -> tuple[str, ...]:
-    """Why Triton should be faster: few new tokens behind many keys, which it splits."""
+    """Return why Triton should be faster: few new tokens after many keys, which it splits."""
     gpu = machine.here()
     if gpu is None or call.max_query_len <= machine.DECODE_TOKENS or TRITON.refusals(call):
         return ()
@@ -100,7 +102,7 @@ def _mosaic_prefers_others(call: calls.Call) -> tuple[str, ...]:
 
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
-    summary="Pallas on Mosaic GPU, for Hopper; prefill takes the query's dtype, fp8 up to D = 256",
+    summary="Pallas on Mosaic GPU for Hopper; prefill takes the query's dtype or fp8 up to D = 256",
     devices=("gpu",),
     head_dims=capability.Sizes(64, 576, 16, tested=(64, 80, 96, 128, 192, 256, 512, 576)),
     value_dims=capability.Sizes(64, 512, 16, tested=(64, 80, 96, 128, 192, 256, 512)),

@@ -1,13 +1,13 @@
 """Promises that a call's numbers break, for kernels that read no number they cannot trust.
 
 A kernel gets lengths and starts that never lead it outside its buffers, and one mark: the length of
-a sequence whose rows are NaN is -1. Such a sequence sees no key, so that nothing is read for it,
-and what writes its rows writes NaN.
+a sequence whose rows are NaN is -1. Such a sequence sees no key, so nothing is read for it, and the
+kernel that writes its rows writes NaN.
 
-What it costs: lengths and caller-provided starts are one small kernel ahead of the others;
-checking ids as well, which reads the table [B, M] once, is two more, one after the other. A kernel
-that meets every id that its sequences use checks them itself. Nothing comes after the kernels, and
-`out` is written once.
+The cost: lengths and caller-provided starts take one small kernel ahead of the others; checking
+ids as well, which reads the table [B, M] once, takes two more, one after the other. A kernel that
+meets every id that its sequences use checks them itself. Nothing runs after the kernels, and `out`
+is written once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jattn import call as calls
 def marked(
     call: calls.Call, operands: calls.Operands, xp: Any = jnp, *, ids: bool = True
 ) -> calls.Operands:
-    """The operands, with a length of -1 for every sequence that `spec.broken_promises` names.
+    """Return the operands, with length -1 for every sequence that `spec.broken_promises` names.
 
-    Without `ids`, not for ids outside the pool, which the kernel then has to notice. Other lengths
-    are at least 0. Where the starts leave open whose tokens are whose, all tokens are the first
-    sequence's, and it is marked.
+    Without `ids`, the kernel must notice ids outside the pool itself. Other lengths are at least 0.
+    If the starts do not say which tokens are whose, all tokens belong to the first sequence, which
+    is marked.
     """
     starts = operands.query_start_loc
-    # Without caller-provided starts nothing about them has to be computed on the device.
+    # Without caller-provided starts, nothing about them needs to be computed on the device.
     known: Any = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
     checked = operands._replace(query_start_loc=known)
     broken, all_broken = calls.broken_promises(call, checked, xp, ids=ids)

@@ -12,7 +12,7 @@ from jattn.varying import as_varying
 
 
 def of(run: calls.Run) -> calls.Run:
-    """`run(call, operands)` under `jax.vmap`, which runs a batch one by one, and `shard_map`."""
+    """Make `run(call, operands)` work under `jax.vmap`, one by one, and under `jax.shard_map`."""
     one = batching.one_by_one(run)
 
     @functools.wraps(run)

@@ -56,7 +56,7 @@ def test_versions_are_those_of_the_extras():
     ("platform", "gpu", "words"),
     [
         ("cpu", None, "it runs on gpu, and this is cpu"),
-        ("gpu", None, "it runs on NVIDIA GPUs, and this is another"),
+        ("gpu", None, "it runs on NVIDIA GPUs, and this GPU is not one"),
         ("gpu", machine.Machine(75, 40), "it takes sm_80 and up, and this is sm_75"),
     ],
 )
@@ -122,7 +122,7 @@ def test_keys_and_values_in_one_array_are_not_unpacked(monkeypatch, sm):
     call = problems.build(problem).call()[0]
     monkeypatch.setattr(machine, "here", lambda: machine.Machine(sm, 100))
     words = (
-        "kv_layout is rows and the cache format fp8_e4m3, which takes sm_89 and up, "
+        "kv_layout is rows and the cache format fp8_e4m3, which needs sm_89 and up, "
         f"and this is sm_{sm}; it takes fp8_e5m2",
     )
     assert triton_needs.refuses(call) == (words if sm < 89 else ())

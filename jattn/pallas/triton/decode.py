@@ -1,16 +1,16 @@
-"""Decode with Triton: sequences with few query tokens, their keys dealt out evenly to programs.
+"""Decode with Triton: sequences with few query tokens, their keys spread evenly over programs.
 
 A **work item** is one sequence's keys for one KV head and one tile of rows, cut into kv tiles of
 TILE keys. All items one after another make a line of `total` tiles, and program p of P takes the
 run of tiles `[p * share, (p + 1) * share)`:
 
     while the program has tiles left:
-        m, l, acc = the online softmax over the tiles left of this item, or as many as it has
+        m, l, acc = the online softmax over the rest of this item, or of the program's run
         the item is whole: out, lse = finish(m, l, acc)
         else: leave the split (m, l, acc) to `merge_splits`
 
-so the work follows only the lengths, whatever else is in the batch: one long sequence is split
-over all programs, many short ones are dealt out whole, and the host plans nothing. Every program
+so the work depends only on the lengths, whatever else is in the batch: one long sequence is split
+over all programs, many short ones are assigned whole, and the host plans nothing. Every program
 computes what it needs of the line from `query_start_loc` and `seq_lens`: a few loads of B integers,
 which all programs share in L2.
 
@@ -65,10 +65,10 @@ class Batch(NamedTuple):
 def sequence_tiles(b, inside, batch, C: tl.constexpr):
     """The tiles of sequences `b` in the line of work.
 
-    Returns `(count, sight, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for those that have
-    no place in it: no query tokens, or too many for this kernel. Those that have one but see no key
-    get one, so that their zeros are written, or the NaN of a length of -1. C.ALONE says that no
-    other kernel runs: then every sequence with query tokens has a place.
+    Returns `(count, sight, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for sequences with
+    no query tokens, or too many for this kernel: they have no place in the line. One that has a
+    place but sees no key gets a tile, so that its zeros are written, or the NaN of a length of -1.
+    C.ALONE says that no other kernel runs: then every sequence with query tokens has a place.
     """
     first_token = tl.load(batch.starts + b, mask=inside, other=0)
     count = tl.load(batch.starts + b + 1, mask=inside, other=0) - first_token
@@ -77,7 +77,7 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    # The last query sits at the last key: visible ends reach no further, and 0 stands for them.
+    # The last query sits at the last key: visible ends reach no further, so 0 will do.
     sight = SequenceSight(seq_len, causal, batch.limits, 0)
     start, end = key_range(first, first + count - 1, sight, C)
     if C.SELECTED:
@@ -106,7 +106,7 @@ def line_length(batch, C: tl.constexpr):
 
 @triton.jit
 def sequence_at(tile_number, batch, C: tl.constexpr):
-    """`(b, first_tile)` of the sequence that has a tile of the line; its items begin there."""
+    """`(b, first_tile)` of the sequence that has a tile of the line, and where its items begin."""
     before = 0
     found = 0
     first_tile = 0
@@ -124,7 +124,7 @@ def sequence_at(tile_number, batch, C: tl.constexpr):
 
 @triton.jit
 def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: tl.constexpr):
-    """Zeros and -inf for the tokens past the last sequence's, a row at a time."""
+    """Write zeros and -inf for the tokens past the last sequence's, a row at a time."""
     dims0 = tl.arange(0, C.V0)
     last = tl.load(starts_ptr + num_seqs) * heads
     for row in range(last + tl.program_id(0), num_tokens * heads, tl.num_programs(0)):
@@ -213,8 +213,8 @@ def decode(
             )
         acc0, acc1 = both_columns_of(acc0, acc1, added, C)
 
-        # The rows a second time, from a number that is loaded again, or the compiler would keep
-        # them over the loop, in registers that the accumulators need.
+        # Compute the rows again, from a number that is loaded again: otherwise the compiler would
+        # keep them over the loop, in registers that the accumulators need.
         again = tl.load(starts_ptr + b, volatile=True)
         _, real, query_head, out_row = rows_at(
             again, first_row + (again - first_token), count, head, kv_heads, C
@@ -245,8 +245,8 @@ def merge_splits(
     """MERGE_ROWS rows of the item in which program p's run begins, if p is the first in it.
 
     Grid: (P - 1, ROWS / MERGE_ROWS). SPLITS_AT_A_TIME splits are read at once, all loads in flight
-    together. `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of others stay as
-    they are.
+    together. `out_in` and `lse_in` are the same buffers as `out` and `lse`: other rows do not
+    change.
     """
     program = tl.program_id(0) + 1
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)

@@ -1,7 +1,7 @@
 """What the Triton kernels are made of: logits, the online softmax, and a tile's rows.
 
-A Triton kernel can call nothing but Triton, so spec.py's logits and softmax.py stand here a second
-time, and which keys a query sees in `visibility.py`: a test compares every function with theirs,
+A Triton kernel can only call Triton functions, so this file repeats spec.py's logits and
+softmax.py, and `visibility.py` which keys a query sees. A test compares every function with theirs,
 point by point. Both kernels are made of these functions; they add which rows and which keys a
 program takes.
 
@@ -15,8 +15,8 @@ program takes.
     limit_registers                          what the compiler may spend on a thread
 
 Logits are in base 2: `factored_logits` scales, caps and biases in whatever unit its scale, cap and
-slopes are in, and the kernels hand it all three times log2(e). `C` is a `launch.Static`: everything
-that is known when a kernel is compiled, in upper case. Every number is loaded by the kernel.
+slopes are in, and the kernels multiply all three by log2(e). `C` is a `launch.Static`: everything
+that is known when a kernel is compiled, in upper case. The kernel loads every number.
 """
 
 from typing import Any, NamedTuple
@@ -44,11 +44,11 @@ class Rows(NamedTuple):
     """The rows of a tile, and what turns their dots into logits."""
 
     q0: Any
-    q1: Any  # the second part of a head size that is no power of two
-    total: Any  # of each query's numbers, for zero points of keys
+    q1: Any  # the second part of a head size that is not a power of two
+    total: Any  # the sum of each query's numbers, for zero points of keys
     scale: Any
     positions: Any  # of query tokens; in a tree, by their depth
-    index: Any  # which of its sequence's query tokens a row is of
+    index: Any  # which of its sequence's query tokens a row belongs to
     first: Any  # position of the first of those
     lowest: Any  # no row is at an earlier position
     real: Any
@@ -57,9 +57,9 @@ class Rows(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What changes the logits of single rows. What a call lacks is another array: not read.
+    """What changes the logits of single rows. What a call lacks is another array, not read.
 
-    Pointers to the arrays of a call, or, in `Rows`, what each row has of them.
+    Pointers to the arrays of a call or, in `Rows`, each row's part of them.
     """
 
     cap: Any
@@ -71,11 +71,11 @@ class Terms(NamedTuple):
 
 @tl.core.builtin
 def limit_registers(count, _semantic=None, _generator: Any = None):
-    """At most `count` registers a thread, a constant: `.maxnreg` in the kernel's PTX.
+    """Limit a thread to `count` registers, a constant: `.maxnreg` in the kernel's PTX.
 
     ptxas otherwise spills some bytes to fit one more program on a multiprocessor than is launched.
-    jax-triton has no argument for what Triton calls `maxnreg`. Where the compiler is not built as
-    it was in 3.6, it goes without.
+    jax-triton has no argument for Triton's `maxnreg`. If the compiler lacks the internals that it
+    had in 3.6, there is no limit.
     """
     module: Any = getattr(_generator, "module", None)
     if hasattr(module, "set_attr"):
@@ -98,14 +98,14 @@ def tanh(x):
     p = p * s - 0.333332986
     t = tl.where(y < 0.6, y + y * s * p, far)
     t = tl.where(x < 0.0, -t, t)
-    return tl.where(x == x, t, x)  # `minimum` has made a number of NaN
+    return tl.where(x == x, t, x)  # `minimum` turned NaN into a number
 
 
 @triton.jit
 def bias_of(rows, q_pos, k_pos, last, SHAPE: tl.constexpr, C: tl.constexpr):
     """float32 SHAPE, [rows, keys], of the tables of relative positions, in base 2.
 
-    Keys further back than any row's table reaches take its first number, and are not looked up.
+    Keys further back than any row's table reaches get its first number without a lookup.
     """
     EXTENT: tl.constexpr = C.BIAS_COLUMNS // 2
     bias = tl.zeros(SHAPE, tl.float32) + rows.far[:, None]
@@ -119,9 +119,9 @@ def bias_of(rows, q_pos, k_pos, last, SHAPE: tl.constexpr, C: tl.constexpr):
 def factored_logits(dots, rows, q_pos, k_pos, last, POSITIVE: tl.constexpr, C: tl.constexpr):
     """`(x, factor)`: the scaled, capped, biased logits are `x * factor[:, None]`.
 
-    The factor is positive, so the largest x is the largest logit's, and what is left of a logit,
-    a product and a difference, is one instruction of `update`. It is 1 where the scale may be
-    negative or 0, and with slopes and a relative bias.
+    The factor is positive, so the largest x is the largest logit's, and the rest of a logit, a
+    product and a difference, is one instruction of `update`. It is 1 where the scale may be
+    negative or 0, and with slopes or a relative bias.
 
     Args:
       dots: [rows, keys].
@@ -160,11 +160,10 @@ def finite_max(m):
 
 @triton.jit
 def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """The state `(m, l, acc0, acc1, added)` of rows that have seen nothing; acc1 is unused where V1
-    is 0.
+    """The state `(m, l, acc0, acc1, added)` of rows that have seen nothing.
 
     m is in base 2, `(acc0, acc1)` the two parts of a value's columns, and `added` what zero points
-    of values add to every column.
+    of values add to every column. acc1 is unused where V1 is 0.
     """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
@@ -177,7 +176,7 @@ def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
 
 @triton.jit
 def update(m, l, x, factor, MASKED: tl.constexpr):
-    """Adds the logits `x * factor[:, None]` [rows, keys] to `(m, l)`: `(m, l, p, shrink)`.
+    """Add the logits `x * factor[:, None]` [rows, keys] to `(m, l)`: `(m, l, p, shrink)`.
 
     `p` are the weights of the keys' values; `shrink` rescales earlier sums. Without MASKED, no
     logit is -inf.
@@ -193,7 +192,7 @@ def update(m, l, x, factor, MASKED: tl.constexpr):
 
 @triton.jit
 def merge(m, l, acc, some_m, some_l, some_acc):
-    """The states `(m, l, acc)` [R], [R], [R, V] of rows and n of other keys [n, R], in one."""
+    """Merge the states `(m, l, acc)` [R], [R], [R, V] of rows with n of other keys [n, R]."""
     m_new = tl.maximum(m, tl.max(some_m, axis=0))
     base = finite_max(m_new)
     weight = tl.exp2(some_m - base[None, :])
@@ -242,9 +241,10 @@ def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
 
 @triton.jit
 def row_exponent(x0, x1, D1: tl.constexpr):
-    """Per row of float32 [rows, D0] and [rows, D1], a power of two of its largest magnitude's size.
+    """Per row of float32 [rows, D0] and [rows, D1], the power of two at or below its maximum.
 
-    Divided by it, rows fit float16's range and lose nothing that counts.
+    The maximum is of magnitudes. Divided by it, rows fit float16's range and lose nothing that
+    counts.
     """
     top = tl.max(tl.abs(x0), axis=1)
     if D1 > 0:
@@ -257,8 +257,8 @@ def row_exponent(x0, x1, D1: tl.constexpr):
 def load_queries(query_ptr, k_scale_ptr, scale, out_row, real, head, C: tl.constexpr):
     """`(q0, q1, total, row_scale)` of a tile's rows, as operands of a dot; zeros where not `real`.
 
-    q1 is unused where C.D1 is 0, and `total`, the sum of a row's numbers, without zero points of
-    keys. `scale` is in base 2, and a row's dots are multiplied by its `row_scale`.
+    q1 is unused where C.D1 is 0, and `total`, the sum of a row's numbers, where keys have no zero
+    points. `scale` is in base 2, and a row's dots are multiplied by its `row_scale`.
     """
     dims = tl.arange(0, C.D0)
     mask = real[:, None] & (dims < C.D)[None, :]
@@ -337,7 +337,7 @@ def load_rows(
 
 @triton.jit
 def load_sinks(ptr, query_head, out_row, real, C: tl.constexpr):
-    """Of each row, by its query head, or by its token as well."""
+    """Load the sink of each row: of its query head, or of its token and query head."""
     index = query_head
     if C.SINKS_PER_TOKEN:
         index = out_row
@@ -362,8 +362,8 @@ def factor_and_lse(
 def keys_seen(rows, k_pos, nearest, last, sight, C: tl.constexpr):
     """`(seen, k_pos)`, [rows, keys], of a tile's rows and its keys at `k_pos` [keys].
 
-    All of those are at positions from `nearest` to `last`. In a tree, keys that are query tokens
-    have the positions that they have on each row's path.
+    All keys are at positions from `nearest` to `last`. In a tree, keys that are query tokens get
+    the positions that they have on each row's path.
     """
     q_pos = rows.positions[:, None]
     of_rows = up_to(sight, rows.terms.visible_end[:, None])
@@ -396,7 +396,7 @@ def store_rows(ptr, out_row, real, x0, x1, C: tl.constexpr):
 
 @triton.jit
 def columns_of(x, added, C: tl.constexpr):
-    """A part of the sums as columns of the output, what zero points of values add included."""
+    """A part of the sums as columns of the output, including what zero points of values add."""
     if C.V_ZERO:
         x = x + added[:, None]
     if C.V_CODES == "e2m1":
@@ -436,9 +436,9 @@ def step(
 
         dots = (q k^T) k_scale + total k_zero;  acc += (p v_scale) v;  added += p v_zero
 
-    Without MASKED every row must see all of them, none of them a drafted token of a tree, and its
-    scale must be positive. Head sizes that are no power of two come in two parts, the second with
-    no columns (D1, V1 of 0) where there is only one.
+    Without MASKED every row must see all of them, none of them a draft token of a tree, and its
+    scale must be positive. Head sizes that are not powers of two come in two parts; for others the
+    second has no columns (D1 or V1 is 0).
     """
     tokens = token + tl.arange(0, C.TILE)
     inside = (tokens >= start) & (tokens < end)

@@ -1,14 +1,14 @@
-"""From a call to its Triton kernels: which are launched, on what, in which order.
+"""The Triton kernels of a call: which are launched, on which buffers, in which order.
 
 `launches` describes them without importing Triton: names of buffers, sizes, static constants. `run`
 hands the description to jax-triton; a test hands the same one to an interpreter.
 
-    few query tokens in every sequence, or in all of them:   decode, merge_splits
+    few query tokens in every sequence, or few in total:     decode, merge_splits
     otherwise:                                               decode, merge_splits, prefill
 
-`decode` writes the rows of sequences whose keys one program sees whole, `merge_splits` those of
-split ones and `prefill` those of sequences with more query tokens and of padding. They write one
-buffer, each rows of its own, one after the other: the buffer is passed on as an aliased operand.
+`decode` writes the rows of sequences whose keys one program reads entirely, `merge_splits` those of
+split sequences, and `prefill` those of sequences with more query tokens and of padding. They write
+different rows of one buffer, one after the other: it is passed on as an aliased operand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPERANDS = (
 
 
 class Kernels(typing.NamedTuple):
-    """The kernels, by the names that launches have them by."""
+    """The kernels, by the names that launches use."""
 
     decode: Any
     merge_splits: Any
@@ -47,7 +47,7 @@ class Kernels(typing.NamedTuple):
 
 
 def kernels() -> Kernels:
-    """Triton's kernels. This imports Triton, so only what is about to launch them calls it."""
+    """Return the kernels. This imports Triton, so only code that launches them calls it."""
     from jattn.pallas.triton.decode import decode, merge_splits
     from jattn.pallas.triton.prefill import prefill
 
@@ -71,7 +71,7 @@ class Static:
     HAS_END: bool
     BIAS_COLUMNS: int  # of each head's table of relative positions; 0 for none
     TREE_WORDS: int  # of each query token's mask; 0 for none
-    SELECTED: bool  # tables hold the selected blocks alone
+    SELECTED: bool  # tables hold only the selected blocks
     HAS_K_SCALE: bool
     HAS_V_SCALE: bool
     GROUP: int
@@ -82,24 +82,24 @@ class Static:
     V: int
     V0: int
     V1: int
-    V_ALL: int  # V up to a power of two, where one part holds it
+    V_ALL: int  # V in one part, rounded up to a power of two
     K_BLOCK_STRIDE: int
     K_HEAD_STRIDE: int
     K_TOKEN_STRIDE: int
     V_BLOCK_STRIDE: int
     V_HEAD_STRIDE: int
     V_TOKEN_STRIDE: int
-    V_START: int  # where in a row of keys and values the value begins; 0 where they are apart
+    V_START: int  # where in a row of keys and values the value begins; 0 if they are separate
     K_STORED: Any
     V_STORED: Any
     GROUPS_STORED: Any  # scales of groups
-    K_CODES: str  # what words are, "" for numbers
+    K_CODES: str  # how words encode numbers; "" if words are numbers
     V_CODES: str
     K_PER_WORD: int  # numbers in a word
     V_PER_WORD: int
     K_SCALED: bool  # each token or block has a scale
     V_SCALED: bool
-    K_ZERO: bool  # each token has a zero point, too
+    K_ZERO: bool  # each token also has a zero point
     V_ZERO: bool
     K_SCALE_BLOCK_STRIDE: int
     K_SCALE_HEAD_STRIDE: int
@@ -110,19 +110,19 @@ class Static:
     QK_DTYPE: Any  # operands of q k^T
     PV_DTYPE: Any  # operands of p v
     NORMALIZE: bool  # rows of queries are scaled to fit float16
-    MAX_QUERIES: int  # query tokens of a sequence that is decoded
+    MAX_QUERIES: int  # the most query tokens of a sequence that is decoded
     ALONE: bool  # no prefill is launched: decode has every sequence
     ROWS: int
-    MERGE_ROWS: int  # rows whose splits a program merges together
+    MERGE_ROWS: int  # rows whose splits one program merges
     TILE: int
     LOOP_STAGES: int
     PLAN: int  # sequences that are read together
-    MIN_SHARE: int  # tiles that a program takes at least, while there are any
+    MIN_SHARE: int  # the fewest tiles that a program takes, unless no more are left
     REGISTERS: int  # a limit for each thread; 0 for none
-    EDGES: bool  # keys that every row sees have a loop of their own
+    EDGES: bool  # keys that every row sees have a separate loop
 
     def in_language(self, language: Any) -> Static:
-        """The same as constants of `language`, which is `triton.language` or stands for it."""
+        """Return the same as constants of `language`: `triton.language` or a stand-in for it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("K_STORED", "V_STORED", "GROUPS_STORED", "QK_DTYPE", "PV_DTYPE"):
             fields[name] = getattr(language, fields[name])
@@ -136,11 +136,11 @@ class Launch:
     Attributes:
       kernel: a name in `Kernels`.
       inputs: names of buffers: operands of the call, or outputs of earlier launches. An operand
-        that the call does not have is replaced by another one, which the kernel does not read.
+        that the call does not have is replaced by another, which the kernel does not read.
         Arguments bind by position: a test compares these names with the kernel's parameters.
       numbers: integers, after the inputs.
       outputs: `(name, shape, dtype)`, after the numbers.
-      aliases: which input each output continues, as indices.
+      aliases: outputs that are written over an input, as indices.
       grid: programs.
       constants: static arguments.
       tiles: sizes.
@@ -168,15 +168,17 @@ def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
 
 
 def _scale_strides(call: calls.Call, format: formats.Format) -> tuple[int, int, int]:
-    """Those of scales that a block or a token has, and of zero points."""
+    """The strides of scales per block or token, and of zero points."""
     if format.per == "block":
         return call.num_kv_heads, 1, 0
     return _strides(call, 1) if format.per == "token" else (0, 0, 0)
 
 
 def stored_as(format: formats.Format, gpu: machine.Machine) -> tuple[str, str, int]:
-    """How kernels load words: their dtype, their CODES in `pools.numbers_of`, and how many
-    numbers one holds."""
+    """Return how kernels load words: as which dtype and which CODES, and how many numbers of each.
+
+    CODES are those of `pools.numbers_of`.
+    """
     codes = needs.codes_of(format, gpu.sm)
     if codes in needs.UNPACKED:
         return "uint32", codes, needs.numbers_of_four_bytes(format)
@@ -184,7 +186,7 @@ def stored_as(format: formats.Format, gpu: machine.Machine) -> tuple[str, str, i
 
 
 def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) -> Static:
-    """The constants of decode with these tiles, where up to `limit` query tokens are decoded."""
+    """Return a kernel's constants with these tiles, if up to `limit` query tokens are decoded."""
     d0, d1 = tiling.parts_of(call, gpu, call.head_dim)
     v0, v1 = tiling.parts_of(call, gpu, call.value_dim)
     key, value = call.key_format, call.value_format
@@ -245,17 +247,17 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
         V_SCALE_TOKEN_STRIDE=vs_token,
         QK_DTYPE=qk,
         PV_DTYPE=pv,
-        # A bfloat16 query reaches further than the float16 it is multiplied in.
+        # A bfloat16 query has a larger range than the float16 it is multiplied in.
         NORMALIZE=qk == "float16" and call.query_dtype == "bfloat16",
         MAX_QUERIES=min(call.max_query_len, limit),
         ALONE=call.max_query_len <= limit,
         ROWS=tiles.rows,
-        # 8 splits of so many rows are 4096 numbers, 32 for each of 128 threads.
+        # 8 splits of this many rows are 4096 numbers, 32 for each of 128 threads.
         MERGE_ROWS=min(tiles.rows, max(1, 512 // power_of_two(call.value_dim))),
         TILE=tiles.keys,
         LOOP_STAGES=tiles.stages,
         PLAN=128 if call.num_seqs <= 128 else 1024,
-        # Fewer keys than this are not worth a program of their own.
+        # Fewer keys than this are not worth a program.
         MIN_SHARE=max(1, 128 // tiles.keys),
         REGISTERS=tiling.registers(call, gpu, tiles),
         EDGES=tiling.masks_edges_only(call, gpu),
@@ -263,8 +265,7 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
 
 
 def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
-    """The kernels of a call on a GPU, in order; the last outputs named "out" and "lse" are its
-    result."""
+    """Return the kernels of a call, in order; the last outputs "out" and "lse" are its result."""
     tiles = tiling.decode_tiles(call, gpu)
     limit = tiling.decode_limit(call, gpu)
     programs = gpu.cores * tiles.per_core
@@ -330,7 +331,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
 
 
 def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]) -> None:
-    """Add a launch's outputs to the buffers."""
+    """Launch a kernel and add its outputs to the buffers."""
     import triton.language as tl
 
     found = packed.call(
@@ -350,9 +351,9 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
 
 
 def _selected(call: calls.Call, operands: calls.Operands, xp: Any) -> dict[str, Any]:
-    """Tables of the selected blocks alone, each one's column in the whole table, and their tokens.
+    """Return tables of only the selected blocks, their columns in whole tables, and their tokens.
 
-    Of a sequence's last block only the tokens that it has are counted.
+    A sequence's last block counts only the tokens that it has.
     """
     if operands.selected_blocks is None:
         return {"selected_columns": None, "selected_tokens": None}
@@ -373,17 +374,18 @@ def _selected(call: calls.Call, operands: calls.Operands, xp: Any) -> dict[str, 
 
 
 def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dict[str, jax.Array]:
-    """The operands by name, as the kernels take them: `promises.marked`, but for ids.
+    """Return the operands by name, as the kernels take them: `promises.marked`, except for ids.
 
-    For one that is absent, another, which no kernel then reads. Lengths and starts are one array,
-    "sequences", so that one launch makes both: int32 [B] up to a multiple of 4, then [B + 1].
+    Another operand replaces one that is absent, and no kernel reads it. Lengths and starts are one
+    array, "sequences", so that one launch makes both: int32 [B], padded to a multiple of 4, then
+    [B + 1].
     """
     marked = promises.marked(call, operands, xp, ids=False)
     given: dict[str, Any] = marked._asdict()
     lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
     given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
     if operands.relative_bias is not None:
-        # In base 2. What is finite stays so: many write the least float32 for "hidden".
+        # In base 2. Finite numbers stay finite: many callers hide keys with the lowest float32.
         bias, largest = operands.relative_bias, np.finfo(np.float32).max / np.float32(softmax.LOG2E)
         finite = xp.clip(bias, -largest, largest) * np.float32(softmax.LOG2E)
         given["relative_bias"] = xp.where(xp.isinf(bias), bias, finite)
@@ -398,9 +400,9 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`."""
+    """Return `(out [T, H, V] in the output dtype, lse [T, H] float32)`."""
     gpu = machine.here()
-    assert gpu is not None, "the row refuses calls that are for no GPU"
+    assert gpu is not None, "the row refuses calls without a GPU"
     buffers = buffers_of(call, operands)
     for launch in launches(call, gpu):
         _execute(gpu, launch, buffers)

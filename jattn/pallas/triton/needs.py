@@ -1,4 +1,4 @@
-"""The Triton kernels' requirements of a machine and its packages; for the check of a call."""
+"""What the Triton kernels need from a machine and its packages, and which calls they refuse."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jattn.pallas import machine
 
 
 class Triton(NamedTuple):
-    """The versions of Triton that a jax-triton compiled the kernels with."""
+    """The versions of Triton with which a version of jax-triton compiled the kernels."""
 
     lowest: tuple[int, int]
     highest: tuple[int, int]
     wanted: str  # the one to install
 
 
-# By jax-triton. 0.3.1 was tried with jax 0.10.2, 0.11.2 and 0.12, and, from jax 0.11 on, with
-# Triton 3.7 and 3.9, too; 0.4.1 with jax 0.12.
+# By version of jax-triton. 0.3.1 was tried with jax 0.10.2, 0.11.2 and 0.12 and, from jax 0.11 on,
+# also with Triton 3.7 and 3.9; 0.4.1 with jax 0.12.
 TRITON = {
     "0.3.1": Triton((3, 6), (3, 9), wanted="3.6.0"),
     "0.4.1": Triton((3, 9), (3, 9), wanted="3.9.0"),
 }
-JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn does
+JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn supports
 LOWEST_SM = 80
 UNPACKED = ("e4m3", "int8", "int4", "e2m1")  # codes that kernels load four bytes at a time
-TREE_WORDS = 8  # of a tree's masks, for each of which a kernel has instructions of its own
-E4M3_SM = 89  # the lowest that converts e4m3; on others the kernels do
+TREE_WORDS = 8  # the most in a tree's mask: each adds instructions to a kernel
+E4M3_SM = 89  # the lowest that converts e4m3; below it the kernels do
 
 
 def gpu_lacks() -> tuple[str, ...]:
-    """Why the current GPU cannot run the kernels; empty if it can, or if there is none."""
+    """Return why the current GPU cannot run the kernels; empty if it can, or if there is none."""
     gpu = machine.here()
     if gpu is not None and gpu.sm < LOWEST_SM:
         return (f"it takes sm_{LOWEST_SM} and up, and this is sm_{gpu.sm}",)
@@ -43,14 +43,14 @@ def gpu_lacks() -> tuple[str, ...]:
 
 
 def installed_lack() -> tuple[str, ...]:
-    """`packages_lack` of the installed packages."""
+    """Return `packages_lack` of the installed packages."""
     return packages_lack(*map(_version, ("jax-triton", "triton", "jax-cuda13-plugin")))
 
 
 def packages_lack(
     jax_triton: str | None, triton: str | None, plugin: str | None
 ) -> tuple[str, ...]:
-    """Problems with the installed versions; a version is None if its package is not installed."""
+    """Return problems with the versions, None for a package that is not installed."""
     extra = "cuda12" if plugin is None else "cuda13"
     if jax_triton is None:
         return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
@@ -71,18 +71,18 @@ def packages_lack(
 
 
 def codes_of(format: formats.Format, sm: int) -> str:
-    """The CODES of a format's words in `pools.numbers_of`; "" for numbers in Triton's dtype."""
+    """Return the CODES of a format's words in `pools.numbers_of`; "" for numbers as Triton has."""
     is_e4m3 = format.triton_dtype == "float8e4nv"
     return "e4m3" if is_e4m3 and sm < E4M3_SM else format.triton_codes
 
 
 def numbers_of_four_bytes(format: formats.Format) -> int:
-    """Numbers in what kernels load at a time of a format that they unpack."""
+    """Return how many numbers kernels load at a time, of a format that they unpack."""
     return 4 // format.word_dtype.itemsize * format.values_per_word
 
 
 def refuses(call: calls.Call) -> tuple[str, ...]:
-    """Reasons why the kernels cannot run a call, though they could run the parts of it."""
+    """Return why the kernels cannot run a call although they support each of its parts."""
     reasons, gpu = [], machine.here()
     sm = E4M3_SM if gpu is None else gpu.sm
     for name, size, format in (
@@ -93,7 +93,7 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
             continue
         if call.rows is not None:  # whose strides are in numbers, not in words of four bytes
             reasons.append(
-                f"kv_layout is rows and the cache format {format.name}, which takes "
+                f"kv_layout is rows and the cache format {format.name}, which needs "
                 f"sm_{E4M3_SM} and up, and this is sm_{sm}; it takes fp8_e5m2"
             )
             break
@@ -116,7 +116,7 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
 
 @functools.cache
 def _version(package: str) -> str | None:
-    """The installed version of a package, or None. Imports nothing."""
+    """Return the installed version of a package, or None. Imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,10 @@
 """Triton kernels as XLA takes them: compiled, and packed into a call of its FFI.
 
 `jax_triton.triton_call` makes a custom call of the older kind, which XLA leaves out of command
-buffers: each kernel is then a launch of its own. The FFI's target, which jaxlib registers for
-Pallas, takes the same packed kernel, and a step's kernels become one graph. jax-triton 0.4 makes
-such calls as well, but an output that continues an input is then no argument of the kernel. Written
-for 0.3.1 and 0.4.1, whose inner functions compile a kernel.
+buffers, so that each kernel is a separate launch. The FFI target that jaxlib registers for Pallas
+takes the same packed kernel, and a step's kernels become one graph. jax-triton 0.4 makes such calls
+as well, but an output that aliases an input is then not an argument of the kernel. This file calls
+the internal functions of jax-triton 0.3.1 and 0.4.1 that compile a kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax
 
 TARGET = "triton_kernel_call_ffi"
 # Triton would write PTX for its own ptxas, which may be newer than the one that XLA finds. This
-# version is CUDA 12.8's; it has all that the kernels need, and takes these targets. Only jax-triton
-# 0.4 passes it on.
+# version is CUDA 12.8's; it has all that the kernels need, and supports these targets. Only
+# jax-triton 0.4 passes it on.
 PTX_VERSION, PTX_TARGETS = 87, (80, 86, 87, 89, 90, 100, 101, 120)
 ALIGNED = ["tt.divisibility", 16]
 
@@ -37,15 +37,15 @@ def call(
     aliases: Mapping[int, int],
     constants: dict[str, Any],
 ) -> Sequence[jax.Array]:
-    """The outputs of a kernel, which is compiled now.
+    """Compile a kernel and return its outputs.
 
     Args:
       kernel: a `triton.JITFunction` of inputs, numbers, outputs and constants, in this order.
       inputs, numbers, outputs: arrays, integers, what to allocate.
-      name: in profiles.
+      name: shown in profiles.
       grid: programs, in up to three dimensions.
       num_warps, num_stages, compute_capability: what it is compiled for.
-      aliases: which input each output continues, `{input: output}`.
+      aliases: outputs that are written over an input, `{input: output}`.
       constants: static arguments.
     """
     from jax_triton import triton_lib
@@ -67,7 +67,7 @@ def call(
         if not isinstance(x, int):
             aligned = 16 if ALIGNED in attributes[(i,)] else 0
             parameters.append(lib.create_array_parameter(0, aligned))
-        elif x != 1:  # a constant of the compiled kernel
+        elif x != 1:  # 1 is a constant of the compiled kernel
             parameters.append(lib.create_scalar_parameter(x, kind))
     packed = lib.TritonKernelCall(compiled, *(*grid, 1, 1)[:3], parameters).to_proto(name, b"")
     run = jax.ffi.ffi_call(TARGET, list(outputs), input_output_aliases=dict(aliases))
@@ -82,7 +82,7 @@ def _compile(
     options: dict[str, Any],
     constants: dict[str, Any],
 ) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
-    """The kernel, each argument's type, and what the compiler assumed of it."""
+    """Return the kernel, and each argument's type and what the compiler assumed about it."""
     if hasattr(triton_lib, "TritonFunction"):  # jax-triton 0.4
         types = [triton_lib.get_type_id(x) for x in arguments]
         if compute_capability in PTX_TARGETS:

@@ -3,7 +3,7 @@
 pool_of                                  keys and values of a sequence and KV head
 positions_of, selected_range             tokens that are read, and their positions
 offsets_of                               where tokens of a sequence are in a pool
-names_no_block                           whether ids of theirs are outside it
+names_no_block                           whether any of their ids is outside it
 numbers_of                               a format's words, widened
 load_part                                keys or values of a tile, as operands of a dot
 """
@@ -18,7 +18,7 @@ E2M1_GAIN = tl.constexpr(128.0)  # what NVFP4's numbers were divided by: see `lo
 
 
 class Stored(NamedTuple):
-    """The keys or the values of one KV head. What their format lacks is another array: not read."""
+    """The keys or the values of one KV head. What their format lacks is another array, not read."""
 
     words: Any
     groups: Any  # scales of 16 numbers each, e4m3
@@ -27,18 +27,18 @@ class Stored(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Keys and values of one sequence and one KV head; `values` is a name of Triton's own."""
+    """Keys and values of one sequence and one KV head; Triton reserves the name `values`."""
 
     k: Stored
     v: Stored
     table: Any
-    columns: Any  # of the whole table, for each of `table`'s, where C.SELECTED
+    columns: Any  # if C.SELECTED, each one's column in the whole table
     num_blocks: Any
 
 
 @triton.jit
 def pool_of(arrays, b, width, head, C: tl.constexpr):
-    """The part of a `Pool` of all sequences and heads that is of one.
+    """The part of a `Pool` of all sequences and heads that belongs to one.
 
     Words get their true dtype here, and nothing is copied.
     """
@@ -70,7 +70,7 @@ def pool_of(arrays, b, width, head, C: tl.constexpr):
 def positions_of(pool, token, start, end, C: tl.constexpr):
     """int32 [TILE]: positions of the tokens `token`, `token + 1`, ... of a pool.
 
-    Selected blocks are numbered one after another, so that a token is not its position.
+    Selected blocks are numbered without gaps, so a token's number is not its position.
     """
     tokens = token + tl.arange(0, C.TILE)
     if C.SELECTED and C.BLOCK_SIZE % C.TILE == 0:
@@ -108,7 +108,7 @@ def offsets_of(
     """int64 [TILE]: where tokens `token`, `token + 1`, ... are in one head of a pool.
 
     `token` is a multiple of TILE. Ids are clamped to the pool, and the table is read only inside
-    `[start, end)`: whatever it holds, what is read with these offsets is memory of the pool.
+    `[start, end)`: whatever it holds, these offsets are inside the pool.
     """
     inner = tl.arange(0, C.TILE)
     if C.BLOCK_SIZE % C.TILE == 0:
@@ -164,7 +164,7 @@ def load_columns(
 def small_e4m3(x):
     """Codes, uint32 or each half of it, times 2^-8 as bits of float16: the same bits, 7 places up.
 
-    NaN alone carries into the bit above when 1 is added: that bit makes it float16's NaN.
+    Only NaN carries into the bit above when 1 is added, which makes it float16's NaN.
     """
     nan = (x & 0x007F007F) + 0x00010001 & 0x00800080
     return (x & 0x007F007F | nan) << 7 | (x & 0x00800080) << 8
@@ -172,7 +172,7 @@ def small_e4m3(x):
 
 @triton.jit
 def two_of_each(x, DTYPE: tl.constexpr):
-    """Two numbers of 16 bits of each uint32, [rows, n] to [rows, 2 n]: nothing for a GPU to do."""
+    """Split each uint32 into two numbers of 16 bits, [rows, n] to [rows, 2 n]: free on a GPU."""
     low = (x & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     high = (x >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return tl.interleave(low, high)
@@ -182,16 +182,16 @@ def two_of_each(x, DTYPE: tl.constexpr):
 def numbers_of(words, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """The numbers of words as DTYPE, exact, in the order of `in_order_of_codes`.
 
-    Of "e2m1", times 2^-14 and as float16: they come before their scales. By bits and not by
-    conversions that older GPUs lack, or for which any GPU takes longer; of the 4 or 8 codes in a
-    uint32 always two at a time, 16 bits each.
+    Those of "e2m1" are times 2^-14 and float16: scales come later. Bit operations replace
+    conversions that older GPUs lack, or that take longer on any GPU, and work on two of the 4 or 8
+    codes in a uint32 at a time, 16 bits each.
     """
     if CODES == "e5m2":  # the upper half of float16
         x = (words.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
     elif CODES == "e4m3":
         x = tl.interleave(small_e4m3(words), small_e4m3(words >> 8))
         x = (two_of_each(x, tl.float16) * 256.0).to(DTYPE)
-    elif CODES == "int8":  # the last bits of a number whose last place is 1; so are int4's
+    elif CODES == "int8":  # the last bits of a number whose last place is 1; int4 likewise
         even = words & 0x00FF00FF ^ 0x64806480
         odd = (words >> 8) & 0x00FF00FF ^ 0x64806480
         x = (two_of_each(tl.interleave(even, odd), tl.float16) - 1152.0).to(DTYPE)
@@ -217,7 +217,7 @@ def numbers_of(words, CODES: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_order_of_codes(x, PER_WORD: tl.constexpr):
-    """The columns of [rows, n] as `numbers_of` has them, PER_WORD of them from each word.
+    """The columns of [rows, n] in the order of `numbers_of`, PER_WORD of them from each word.
 
     A pair is a number of a word's first half and the one in the same place of its second half.
     """
@@ -243,17 +243,17 @@ def load_part(
 ):  # fmt: skip
     """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `real`, and past DIM.
 
-    In the order of `in_order_of_codes`; "e2m1" divided by E2M1_GAIN. Rows that are not the tile's
-    own may hold NaN, and 0 * NaN is not 0: they are not read. Scales of tokens and blocks are not
-    applied, those of groups are. `offsets` are in words.
+    In the order of `in_order_of_codes`; "e2m1" divided by E2M1_GAIN. Rows that are not `real` are
+    not read: they may hold NaN, and 0 * NaN is not 0. Scales of groups are applied, those of tokens
+    and blocks are not. `offsets` are in words.
     """
     words = load_columns(
         stored.words, offsets, real, FIRST // PER_WORD, PART // PER_WORD, DIM // PER_WORD, MASKED
     )
     x = numbers_of(words, CODES, DTYPE)
     if CODES == "e2m1":
-        # A group is two words. Its scale is 2^7 times what it is and its numbers 2^-14 times, so
-        # that both are exact in float16, and their products.
+        # A group is two words. Its scale is multiplied by 2^7 and its numbers by 2^-14, so that
+        # both, and their products, are exact in float16.
         COUNT: tl.constexpr = PART // 16
         scales = load_columns(
             stored.groups, offsets // 2, real, FIRST // 16, COUNT, (DIM + 15) // 16, MASKED
@@ -270,5 +270,5 @@ def load_part(
 
 @triton.jit
 def load_each(ptr, offsets, real, MASKED: tl.constexpr):
-    """A number of each row, 0 where not `real`."""
+    """Load a number of each row, 0 where not `real`."""
     return tl.load(ptr + offsets, mask=real, other=0.0) if MASKED else tl.load(ptr + offsets)

@@ -9,13 +9,14 @@ a program takes ROWS of them and walks over the keys that they see, TILE at a ti
     for keys at the diagonal:       step with masks
     out, lse = finish(m, l, acc)
 
-Without EDGES there is one loop, with masks: next to the products of wide heads they cost little,
-and every further copy of the loop costs registers that such heads do not have.
+Without EDGES there is one loop, with masks: they cost little compared with the products of wide
+heads, and every further copy of the loop costs registers that such heads do not have.
 
-Sequence b's tiles are numbered from `query_start_loc[b] * G // ROWS + b` on: more numbers than
-tiles, but a sequence is found by counting, with no sums over the batch. Tokens past the last
-sequence's are a sequence of their own, whose rows are zeros. Numbers go to programs from the last
-to the first: in a causal sequence the last tile has most keys, and what takes longest starts first.
+Sequence b's tiles are numbered from `query_start_loc[b] * G // ROWS + b` on. That gives more
+numbers than tiles, but a program finds its sequence by counting, with no sums over the batch.
+Tokens past the last sequence's form another sequence, whose rows are zeros. Programs take numbers
+from the last to the first: a causal sequence's last tile has the most keys, so the longest work
+starts first.
 
 The axis letters are those of `jattn.paged_attention`; ROWS rows of a tile, TILE keys of a step.
 """
@@ -41,7 +42,7 @@ from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits
 
 @triton.jit
 def sequence_of(number, starts_ptr, num_seqs, C: tl.constexpr):
-    """The sequence that has the tile of a number; `num_seqs` for padding."""
+    """The sequence that tile `number` belongs to; `num_seqs` for padding."""
     known = 0
     for chunk_start in range(0, num_seqs + 1, C.PLAN):
         b = chunk_start + tl.arange(0, C.PLAN)
@@ -54,9 +55,9 @@ def sequence_of(number, starts_ptr, num_seqs, C: tl.constexpr):
 
 @triton.jit
 def tile_at(number, b, starts_ptr, num_tokens, num_seqs, AGAIN: tl.constexpr, C: tl.constexpr):
-    """`(first_token, padding, count, first_row)` of sequence `b` and its tile of a number.
+    """`(first_token, padding, count, first_row)` of sequence `b` and its tile `number`.
 
-    With AGAIN they come from numbers that are loaded again.
+    With AGAIN, their inputs are loaded again.
     """
     first_token = tl.load(starts_ptr + b, volatile=AGAIN)
     padding = b == num_seqs
@@ -71,7 +72,7 @@ def keys_of(rows, first_row, count, padding, sight, pool, num_selected, C: tl.co
     """Which tokens a tile reads: `(start, end, begin, whole_from, whole_to, stop)`.
 
     No row sees a key outside `[start, end)`. Steps go from `begin` to `stop`; every row sees every
-    key of those from `whole_from` to `whole_to`, which are behind any tree's.
+    key of those from `whole_from` to `whole_to`, which end before any tree.
     """
     first_q = rows.first + first_row // C.GROUP
     last_q = rows.first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
@@ -112,7 +113,7 @@ def prefill(
     out_ptr, lse_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one KV head, unless its sequence is for `decode` (MAX_QUERIES or fewer).
+    """One tile of rows of one KV head, if its sequence has more query tokens than MAX_QUERIES.
 
     Grid: (tile numbers, K). `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of
     other sequences do not change.
@@ -145,7 +146,7 @@ def prefill(
         terms = Terms(
             logits_soft_cap_ptr, alibi_slopes_ptr, relative_bias_ptr, visible_end_ptr, tree_mask_ptr
         )
-        is_query = real & (b < num_seqs)  # rows of padding are none
+        is_query = real & (b < num_seqs)  # rows of padding are not queries
         rows = load_rows(
             query_ptr, k_scale_ptr, terms, scale, row, first_row, is_query, query_head, out_row,
             first_token, first, head, C,
@@ -159,7 +160,7 @@ def prefill(
         )
 
         m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
-        # Every id that the sequence uses, not only these rows': all its rows are NaN, or none.
+        # Check all ids that the sequence uses, not only these rows': all its rows are NaN, or none.
         used_from, used_to = key_range(first, first + count - 1, sight, C)
         if C.SELECTED:
             used_from = 0
@@ -188,8 +189,8 @@ def prefill(
             )
         acc0, acc1 = both_columns_of(acc0, acc1, added, C)
 
-        # The rows a second time, from numbers that are loaded again, or the compiler would keep
-        # them over the loops, in registers that the accumulators need.
+        # Compute the rows again, from numbers that are loaded again: otherwise the compiler would
+        # keep them over the loops, in registers that the accumulators need.
         again, padding, count, first_row = tile_at(
             number, b, starts_ptr, num_tokens, num_seqs, True, C
         )

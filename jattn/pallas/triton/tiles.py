@@ -1,9 +1,9 @@
 """Tile sizes of the Triton kernels, and the rule that picks them.
 
-Nothing here was tuned on a GPU yet. The sizes are some that the compiler keeps in registers, picked
-by a model of what they wait for (`benchmarks.gpu.triton_tiles`); tests hold them to no spills and
-to the shared memory of a block (`benchmarks.gpu.shared_memory`), and `benchmarks.gpu --part tune`
-tries others where there is a GPU.
+Nothing here was tuned on a GPU yet. Of sizes that the compiler keeps in registers, a model of what
+kernels wait for picked these (`benchmarks.gpu.triton_tiles`). Tests check that they do not spill
+and that they fit a block's shared memory (`benchmarks.gpu.shared_memory`), and
+`benchmarks.gpu --part tune` tries others on a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jattn.integers import ceil_div, power_of_two
 from jattn.pallas import machine
 from jattn.pallas.triton import needs
 
-# Where prefill would have work for at most one in so many multiprocessors, the decode kernel
-# handles the whole call: its tiles are smaller and all masked, which should cost less than a factor
-# of 2. With fewer keys than these in a table there is little to split.
+# If prefill would have work for at most one in this many multiprocessors, the decode kernel handles
+# the whole call: its tiles are smaller and all masked, which should cost less than a factor of 2.
+# With fewer than MANY_KEYS keys in a table there is little to split.
 CORES_A_TILE = 3
 MANY_KEYS = 2048
 
@@ -33,8 +33,8 @@ class Tiles:
       rows: query rows of a tile; a power of two, at least 16, for the matrix units.
       keys: of a step; a power of two, at least 16.
       warps: of a program.
-      stages: of the loop over keys, as Triton counts them. Keys and values are loaded from where a
-        block id says, which is loaded too, and Triton counts that load's stages with theirs.
+      stages: of the loop over keys, as Triton counts them. A block id, which is loaded too, says
+        where keys and values are, and Triton counts that load's stages with theirs.
       per_core: programs that fit on a streaming multiprocessor, by registers and shared memory.
     """
 
@@ -46,7 +46,7 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Of a thread; `per_core` programs have room in a multiprocessor's 65,536. 255 at most."""
+        """Of a thread, at most 255, so that `per_core` programs fit a multiprocessor's 65,536."""
         return min(255, machine.REGISTERS // (32 * self.warps * self.per_core) // 8 * 8)
 
     def __post_init__(self) -> None:
@@ -76,15 +76,15 @@ def parts(size: int) -> tuple[int, int]:
 def parts_of(call: calls.Call, gpu: machine.Machine, size: int) -> tuple[int, int]:
     """The parts of a call's head size.
 
-    Codes are unpacked 256 columns at a time at most, but at 576: with 512 the operands of a product
-    take the registers of the accumulators.
+    Codes are unpacked at most 256 columns at a time, except at 576: with 512 the operands of a
+    product take the registers of the accumulators.
     """
     found = whole_parts(call, size)
     return (256, 256) if found == (512, 0) and operands_of(call, gpu) in _CODES else found
 
 
 def whole_parts(call: calls.Call, size: int) -> tuple[int, int]:
-    """`parts`, but that NVFP4 has 32 columns at least, as it has 32 keys: see `ProductOperands`."""
+    """`parts`, but at least 32 columns for NVFP4, just as it has 32 keys: see `ProductOperands`."""
     found = parts(size)
     grouped = any(format.group for format in (call.key_format, call.value_format))
     return (32, 0) if grouped and found == (16, 0) else found
@@ -94,8 +94,9 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     """The dtypes of the operands of `q k^T` and `p v`; both accumulate in float32.
 
     As wide as query and cache need, and float16 for 8-bit caches, whose numbers it holds exactly:
-    to convert e4m3 to bfloat16 takes several instructions a number, to float16 half of one. Weights
-    that are multiplied by a scale of each token or block may leave float16's range, not bfloat16's.
+    converting e4m3 to bfloat16 takes several instructions per number, to float16 half of one.
+    Weights that are multiplied by a scale per token or block may leave float16's range, but not
+    bfloat16's.
     """
 
     def of(format: formats.Format) -> str:
@@ -106,12 +107,12 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     qk, pv = of(call.key_format), of(call.value_format)
     if call.value_format.per in ("block", "token"):
         pv = "bfloat16" if call.query_dtype == "bfloat16" else "float32"
-    # Tiles for float32 have 16 keys, too few for NVFP4's values in another: see `ProductOperands`.
+    # float32 tiles have 16 keys, too few for NVFP4's values in another dtype: `ProductOperands`.
     return qk, "float32" if call.value_format.group and qk == "float32" else pv
 
 
 class Arch(enum.Enum):
-    """GPUs that have tiles of their own."""
+    """GPUs with different tiles."""
 
     SM80 = "A100: 163 KiB of shared memory for a block"
     SM86 = "sm_86 and sm_89: 99 KiB"
@@ -126,8 +127,8 @@ class ProductOperands(enum.Enum):
     HALF = "16-bit numbers, as stored"
     FP8 = "some 8-bit numbers, widened to float16 in registers"
     CODES = "some unpacked by integers, or with scales of their token, block or group"
-    INT4 = "some of those int4"
-    NVFP4 = "some of those NVFP4: with fewer than 32 keys Triton counts each twice"
+    INT4 = "like CODES, some of them int4"
+    NVFP4 = "like CODES, some of them NVFP4: with fewer than 32 keys Triton counts each twice"
     FLOAT32 = "float32, on plain cores"
     WIDENED = "float32, of something that is stored narrower"
 
@@ -160,9 +161,9 @@ def operands_of(call: calls.Call, gpu: machine.Machine) -> ProductOperands:
 
 
 class Rule(typing.NamedTuple):
-    """A line of a table; the first one that fits a call is taken.
+    """A line of a table; the first one that fits a call applies.
 
-    `tiles.rows` are the most that a tile has: fewer where a sequence does not fill them.
+    A tile has at most `tiles.rows` rows: fewer where a sequence does not fill them.
     """
 
     archs: tuple[Arch, ...]
@@ -173,7 +174,7 @@ class Rule(typing.NamedTuple):
     why: str
 
     def fits(self, arch: Arch, operands: ProductOperands, width: int, rows: int) -> bool:
-        """Whether the line is about such a call."""
+        """Whether the line applies to such a call."""
         return (
             arch in self.archs
             and operands in self.operands
@@ -196,15 +197,15 @@ _NARROW = (*_HALF, *_FP8)
 _TO, _ANY = 2**10, (0, 2**20)  # past every width; any number of rows
 _FEW, _MORE, _32, _64 = (0, 16), (17, 2**20), (17, 32), (33, 2**20)
 
-# Reasons that several lines share. Nothing is measured: to compile a line says what it spills.
+# Reasons that several lines share. Nothing is measured: compiling a line shows what it spills.
 _REGISTERS = "the largest that ptxas keeps in registers"
-_SHARED = "what 99 KiB hold"
-_PROGRAMS = "one program computes while another's keys come"
-_FLIGHT = "more keys on the way, at the same registers"
+_SHARED = "the largest that fits 99 KiB"
+_PROGRAMS = "one program computes while another waits for keys"
+_FLIGHT = "more keys in flight with the same registers"
 _FIT576 = "32 keys do not fit at 576"
 _CONVERT = "32 keys spill where they are converted or come in two parts"
-_WIDEN = "to widen words takes the registers of 32 rows"
-_SCALES = "scales and zero points of keys take registers, too"
+_WIDEN = "widening words takes the registers of 32 rows"
+_SCALES = "scales and zero points of keys also take registers"
 _TWICE = "at least 32 keys, and what fits in registers"
 _ROWS = "every key serves all rows, and 64 are where wgmma and tcgen05 begin"
 
@@ -316,18 +317,18 @@ def _width(call: calls.Call) -> int:
 
 
 def _pick(table: tuple[Rule, ...], call: calls.Call, gpu: machine.Machine, rows: int) -> Tiles:
-    """The tiles of the first line of a table that fits a call, no more rows than it has."""
+    """Return the tiles of the first line that fits a call, with no more rows than the call has."""
     facts = arch_of(gpu), operands_of(call, gpu), _width(call), rows
     tiles = next(rule.tiles for rule in table if rule.fits(*facts))
     return dataclasses.replace(tiles, rows=min(rows, tiles.rows))
 
 
 def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
+    """Choose tiles of the decode kernel: as few rows as hold a sequence's query tokens.
 
-    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A
-    multiprocessor has 30 KiB and more of keys and values on the way, by stages and programs;
-    `python -m benchmarks.gpu.triton_tiles` says how much, and what that should reach.
+    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. Stages
+    and programs give a multiprocessor 30 KiB or more of keys and values in flight;
+    `python -m benchmarks.gpu.triton_tiles` prints how much, and what that should reach.
     """
     queries = call.max_query_len
     if queries > decode_limit(call, gpu):
@@ -336,11 +337,11 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 
 
 def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
+    """Choose tiles of the prefill kernel: as many rows as the accumulators leave registers for.
 
-    Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from.
-    Next come 5 stages: with 3, a step begins with a wait for keys prefetched just before. A tree
-    takes the registers of half the rows, a large one of half the rest, and so does a table that is
+    Every key that is read serves all rows of a tile, so prefill's speed comes from rows first. Next
+    come 5 stages: with 3, a step begins by waiting for keys prefetched just before. A tree takes
+    the registers of half the rows, a large one those of half the rest, and so does a table that is
     looked up for each key.
     """
     tiles = _pick(PREFILL, call, gpu, machine.KIB)
@@ -350,10 +351,10 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 
 
 def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
-    """Registers of a thread that ptxas may use, or 0 for no limit.
+    """Return how many registers of a thread ptxas may use, or 0 for no limit.
 
-    In a pipeline with products in float32 it takes what it is given, and spills, so it is left to
-    choose. On sm_80 it then spills for some heads of less than 128 columns, and with these limits
+    In a pipeline with products in float32 it uses all that it is given, and spills, so it may
+    choose. On sm_80 it then spills for some heads of fewer than 128 columns, and with these limits
     for none of them.
     """
     if tiles.stages == 1 or "float32" not in dot_dtypes(call):
@@ -363,11 +364,11 @@ def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
 
 
 def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
-    """Whether the prefill kernel has a loop of its own for keys that every row sees.
+    """Whether the prefill kernel has a separate loop for keys that every row sees.
 
-    Above 256, and above 128 where words are widened, three loops spill what one keeps. With a
-    window or a chunk, whose edges are most of it, above 64; and on sm_80 at 64 where nothing is
-    widened.
+    Above 256 columns, and above 128 where words are widened, three loops spill what one keeps. With
+    a window or a chunk, whose edges are most of it, so they do above 64 where words are widened,
+    and on sm_80 at 64 where they are not.
     """
     width = _width(call)
     if operands_of(call, gpu) in _CODES or call.num_selected:
@@ -382,11 +383,11 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
 
 
 def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
-    """The most query tokens of a sequence that is decoded; those with more are for prefill.
+    """Return the most query tokens of a sequence that is decoded; prefill takes those with more.
 
-    A few hundred new tokens behind a long context are too few rows for prefill, which does not
-    split keys: 128 tokens of 8 heads at D = 512 keep 16 of 132 multiprocessors busy. Decode deals
-    their keys out to all of them.
+    A few hundred new tokens after a long context are too few rows for prefill, which does not split
+    keys: 128 tokens of 8 heads at D = 512 keep 16 of 132 multiprocessors busy. Decode spreads their
+    keys over all of them.
     """
     tiles = prefill_tiles(call, gpu)
     programs = ceil_div(call.num_tokens * call.group, tiles.rows) * call.num_kv_heads

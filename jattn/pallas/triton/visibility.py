@@ -1,10 +1,10 @@
 """Which keys a query sees, for Triton: `jattn/spec.py` in its language.
 
-A Triton kernel can call nothing but Triton, so the rules stand here a second time: a test compares
+A Triton kernel can only call Triton functions, so this file repeats the rules, and a test compares
 every function with the one in spec.py, point by point.
 
     visible, key_range                       as in spec.py, by the same names
-    path_bits, tree_path, depth_of           trees of drafted tokens
+    path_bits, tree_path, depth_of           trees of draft tokens
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
 
 
 class Limits(NamedTuple):
-    """The limits that all sequences of a call share; a new one is a field, read by `load_limits`.
+    """The limits that all sequences of a call share; a new one is a field that `load_limits` reads.
 
-    `window` counts where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK.
+    `window` applies if C.HAS_WINDOW, `chunk` if C.HAS_CHUNK.
     """
 
     window: Any
@@ -30,8 +30,7 @@ class Limits(NamedTuple):
 class SequenceSight(NamedTuple):
     """What decides which keys the queries of one sequence see: `spec.Sight`, and its length.
 
-    `is_causal` counts where C.CAUSAL is 2, `visible_end`, of each query or the largest, where
-    C.HAS_END.
+    `is_causal` applies if C.CAUSAL is 2; `visible_end`, of each query or the largest, if C.HAS_END.
     """
 
     seq_len: Any
@@ -75,7 +74,7 @@ def visible(q_pos, k_pos, sight, C: tl.constexpr):
 
 @triton.jit
 def load_limits(window_ptr, chunk_ptr, C: tl.constexpr):
-    """The call's limits, 0 for one that it does not have."""
+    """Load the call's limits, 0 for one that it does not have."""
     window = 0
     if C.HAS_WINDOW:
         window = tl.load(window_ptr)
@@ -121,7 +120,7 @@ def bits_until(last):
 
 @triton.jit
 def count_bits(x):
-    """How many bits of each uint32 are set, as int32; LLVM makes one instruction of it."""
+    """How many bits of each uint32 are set, as int32; LLVM turns it into one instruction."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
