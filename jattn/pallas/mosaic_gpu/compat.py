@@ -1,8 +1,8 @@
-"""The one door to Pallas' Mosaic GPU, whose names may change with any release of JAX.
+"""All that jattn uses of Pallas' Mosaic GPU, whose names may change with any release of JAX.
 
-No other file of jattn imports `jax.experimental.pallas.mosaic_gpu`. What the kernels need is named
-here, so that a release that renames something is answered in one place. Written for jax 0.11.2 to
-0.12; older ones lack `layout_cast` in the interpreter and `InterpretGPUParams` in public.
+No other file of jattn imports `jax.experimental.pallas.mosaic_gpu`, so that a release that renames
+something needs a change in one place only. Written for jax 0.11.2 to 0.12; older versions lack
+`layout_cast` in the interpreter and a public `InterpretGPUParams`.
 
 Tests run kernels without a GPU inside `interpreted(...)`, which is read when a kernel is traced.
 """
@@ -41,7 +41,7 @@ wgmma_wait = _plgpu.wgmma_wait
 
 WGMMA = Layout.WGMMA
 WGMMA_UPCAST_2X = Layout.WGMMA_UPCAST_2X
-# Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
+# Streaming multiprocessors of an H100 or H200 (SXM): the grid if there is no GPU to ask.
 HOPPER_CORES = 132
 
 
@@ -65,7 +65,7 @@ _interpretation: contextvars.ContextVar[Interpretation | None] = contextvars.Con
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False, num_cores: int = 2) -> Iterator[None]:
-    """Kernels traced inside run in the interpreter; jit new functions: traces are kept."""
+    """Run kernels that are traced inside in the interpreter; jit new functions: traces are kept."""
     token = _interpretation.set(Interpretation(detect_races, num_cores))
     try:
         yield
@@ -77,7 +77,7 @@ def interpreting() -> bool:
     """Whether a kernel traced now will be interpreted.
 
     The interpreter lacks `run_state` (so accumulators with initial values) and left operands of
-    `wgmma` in registers; a kernel that wants them asks here and takes a detour in tests.
+    `wgmma` in registers; a kernel that needs them asks here and takes a detour in tests.
     """
     return _interpretation.get() is not None
 
@@ -99,14 +99,14 @@ def kernel(
     auto_barriers: bool = True,
     **settings: Any,
 ) -> Callable[..., Any]:
-    """`plgpu.kernel`, interpreted if tests ask for it; arguments of jax 0.12.
+    """`plgpu.kernel`, interpreted if tests ask for it, with the arguments of jax 0.12.
 
     Args:
       body: called with refs of the operands, of the outputs, then the scratch refs by name.
       declared: what is in shared memory.
       approx_math: whether exponentials may be the hardware's.
-      auto_barriers: whether a barrier of the warpgroup stands around every access of shared memory
-        and every copy. Without, what the kernel says itself must suffice:
+      auto_barriers: whether a barrier of the warpgroup stands around every access to shared memory
+        and every copy. If not, the kernel's own barriers must suffice:
         `tests/gpu/test_ptx_kernels.py` executes the compiled kernel and searches for races.
       **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
@@ -130,7 +130,7 @@ def launch(body: Callable[..., None], inputs: Any, *, name: str, **settings: Any
     Args:
       name: the kernel's, in profiles.
       body: the kernel; `scratch` has refs by name.
-      inputs: a tree of arrays, such as a named tuple, and None for those that there are not.
+      inputs: a tree of arrays, such as a named tuple, with None for absent ones.
       **settings: of `kernel`.
     """
     given, tree = jax.tree.flatten(inputs)
@@ -144,7 +144,7 @@ def launch(body: Callable[..., None], inputs: Any, *, name: str, **settings: Any
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    """The array a ref holds, in registers, in the given layout.
+    """Load the array that a ref holds into registers, in the given layout.
 
     `optimized=False` also takes layouts that read less than 128 bytes of global memory at a time.
     """
@@ -154,8 +154,8 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 def store(ref: Any, value: jax.Array) -> None:
     """Write registers to global memory, or row by row to shared memory with its bank conflicts.
 
-    Without `optimized=False` it searches for a layout without conflicts, which takes minutes for
-    256 columns where there is none. jax 0.11.2 has no such argument, and searches.
+    Without `optimized=False`, Mosaic searches for a layout without conflicts, which takes minutes
+    for 256 columns if there is none. jax 0.11.2 has no such argument, and searches.
     """
     if hasattr(_plgpu, "store"):
         _plgpu.store(ref, value, optimized=False)

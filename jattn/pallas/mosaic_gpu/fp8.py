@@ -1,7 +1,7 @@
 """fp8 caches on sm_90: products in float16, which holds every number of e4m3 and of e5m2.
 
-One instruction makes two float16 of two fp8; bfloat16 takes many. The products of fp8 themselves,
-which sm_90 has, would round the query and the probabilities to fp8, and want V transposed.
+One instruction turns two fp8 numbers into two float16; bfloat16 takes many. Products of fp8 itself,
+which sm_90 has, would round the query and the probabilities to fp8, and need V transposed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jattn.pallas.mosaic_gpu import scratch
 
 
 def narrowed(queries: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Rows [..., D] as `dtype`, and what their dots are to be multiplied by [...], float32.
+    """Return rows [..., D] as `dtype`, and what to multiply their dots by: float32 [...].
 
-    float16 has fewer exponents than bfloat16: a row goes in as its largest element in [1, 2) times
-    a power of two, which the logits get back.
+    float16 has fewer exponents than bfloat16, so a row is divided by the power of two that brings
+    its largest element into [1, 2), and its logits are multiplied by that.
     """
     wide = queries.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=-1)
@@ -29,13 +29,13 @@ def narrowed(queries: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def widen(stored: Any, into: Any, width: int) -> None:
-    """Write an fp8 tile, in shared memory as a copy left it, as float16 in a tile of its own.
+    """Widen an fp8 tile, in shared memory as a copy left it, into a float16 tile.
 
     Args:
       stored: [rows, columns], rows a multiple of `scratch.PRODUCT_ROWS`.
       into: the same shape in float16.
-      width: columns of one swizzle, of both. So many at a time in a loop: unrolled, the addresses
-        of all of them would take registers, 48 more in decode.
+      width: columns of one swizzle, in both. A loop takes this many at a time: unrolled, the
+        addresses of all columns would take registers, 48 more in decode.
     """
     rows, columns = into.shape
 
@@ -47,5 +47,5 @@ def widen(stored: Any, into: Any, width: int) -> None:
             words = mgpu.load(stored.at[some, here], mgpu.WGMMA_UPCAST_2X)
             into[some, here] = words.astype(into.dtype)
 
-    # Orders the reads before a copy that is let in next, and the writes before a product.
+    # Order the reads before the copy that may come next, and the writes before a product.
     mgpu.commit_smem()

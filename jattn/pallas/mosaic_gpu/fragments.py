@@ -1,9 +1,9 @@
 """The meaning of attention, on arrays in registers: `jattn.spec` with layouts.
 
 A fragment is an array spread over the registers of a warpgroup, and an operation on two of them
-needs both spread alike: a number per row or per column is broadcast by hand, and positions are
-made in the layout of what they are compared with. That is what this file adds, and the online
-softmax; visibility and what a logit is are `spec`'s functions, traced into the kernel.
+needs both in the same layout: a number per row or per column is broadcast by hand, and positions
+are made in the layout of what they are compared with. This file adds that and the online softmax.
+Visibility and logits come from `spec`'s functions, traced into the kernel.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def vector(ref: Any, axis: int) -> jax.Array:
 
 
 def filled(shape: Shape, value: float, layout: Any) -> jax.Array:
-    """float32 `shape` of one number, in `layout`."""
+    """float32 `shape`, filled with one number, in `layout`."""
     return mgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def nan_where(condition: jax.Array) -> jax.Array:
-    """float32 []: NaN or 0, to be added to what is then NaN."""
+    """float32 []: NaN or 0, to add to what shall be NaN."""
     return jnp.where(condition, jnp.float32(jnp.nan), jnp.float32(0))
 
 
 def sight_inputs(call: calls.Call, operands: calls.Operands) -> spec.Sight:
-    """The call's sight as a kernel takes it: its numbers as arrays [1], `is_causal` left out.
+    """The call's sight as a kernel takes it: its numbers as arrays [1], without `is_causal`.
 
-    Where that differs between sequences, the plan says it.
+    If that differs between sequences, the plan has it.
     """
     sight = operands.sight(call)._replace(is_causal=None)
     return jax.tree.map(lambda number: number.reshape(1), sight)
@@ -75,7 +75,7 @@ def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.
     causal = sight.is_causal
     if isinstance(causal, bool):
         return spec.visible(q_pos, k_pos, seq_len, sight)
-    # A query that is not causal is one that stands past every key, for the causal rule only.
+    # To the causal rule, a query that is not causal is one that stands past every key.
     ahead_ok = k_pos <= q_pos + (1 - causal) * NO_LIMIT
     return ahead_ok & spec.visible(q_pos, k_pos, seq_len, sight._replace(is_causal=False))
 
@@ -83,7 +83,7 @@ def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.
 def reciprocal(x: jax.Array) -> jax.Array:
     """1 / x for x of at least 1, within 2^-21; 0 for infinity.
 
-    A float32 division is a call of a subroutine, around which registers are spilled.
+    A float32 division calls a subroutine and spills registers around the call.
     """
     root = lax.rsqrt(x)
     return root * root
@@ -98,9 +98,9 @@ def tanh(x: jax.Array) -> jax.Array:
 class Online:
     """The online softmax of rows along one axis of the logits.
 
-    Logits may come as `x` and a positive factor of each row, [rows] or one for all: `x * factor`,
-    of which the maximum is that of x. A product and a difference are then one instruction, which
-    rounds once where the maximum was rounded too: weights of logits beyond 2^31 may be infinite.
+    Logits may come as `x` and a positive factor of each row, [rows] or one for all: they are
+    `x * factor`, largest where x is. A product and a difference are then one instruction, which
+    rounds once although the maximum was rounded too: weights of logits beyond 2^31 may be infinite.
 
     Attributes:
       axis: of the rows: 0 or, where logits are transposed, 1.
@@ -114,7 +114,7 @@ class Online:
 
     @property
     def layout(self) -> Any:
-        """Of a number for each row."""
+        """The layout of a number for each row."""
         return mgpu.WGMMA.reduce(1 - self.axis)
 
     def empty(self, rows: int, *accumulated: Shape) -> tuple[jax.Array, ...]:
@@ -143,7 +143,7 @@ class Online:
     def update(
         self, m: jax.Array, x: jax.Array, factor: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds logits: `(m, weights, shrink)`; the caller then takes `sums` and `rescale`."""
+        """Add logits: `(m, weights, shrink)`; the caller then uses `sums` and `rescale`."""
         m_new = self.maxima(m, x, factor)
         shrink = self.shrink(m, m_new)
         return m_new, self.weights(x, m_new, factor), shrink
@@ -177,10 +177,10 @@ def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arra
     rescale = None
     if sink is not None:
         top = jnp.maximum(m, sink)
-        base = softmax.finite_max(top)  # of an empty row with a sink of -inf
+        base = softmax.finite_max(top)  # also for an empty row with a sink of -inf
         rescale = jnp.exp2(m - base)
         m, l = top, l * rescale + jnp.exp2(sink - base)
-    seen = l != 0.0  # NaN is seen: a row of NaN must not pass for one of nothing
+    seen = l != 0.0  # NaN counts as seen: a row of NaN must not pass for an empty one
     safe = jnp.where(seen, l, jnp.ones_like(l))
     factor = reciprocal(safe)
     if rescale is not None:

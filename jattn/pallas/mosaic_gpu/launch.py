@@ -1,7 +1,7 @@
 """Mosaic GPU's entry: which kernel runs which sequences, and the shape of the result.
 
 Sequences of 1 to 8 query tokens take the decode kernel, which reads K and V once for all of them;
-longer ones the prefill kernel. Which is which only the device knows, so a call whose
+longer ones take the prefill kernel. Only the device knows which is which, so a call whose
 `max_query_len` allows both compiles both, and each finds nothing to do for the other's sequences.
 """
 
@@ -19,7 +19,7 @@ from jattn.varying import as_varying, axes_of
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
+    """Return `(out [T, H, V] in the output dtype, lse [T, H] float32)`.
 
     Tokens past `query_start_loc[B]` are zeros and -inf; both kernels write NaN for sequences that
     break a promise.
@@ -27,10 +27,10 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     lengths = {"seq_lens": operands.seq_lens, "query_start_loc": operands.query_start_loc}
     for name, x in lengths.items():
         if axes := ", ".join(map(repr, sorted(axes_of(x)))):
-            # A kernel's loops go by lengths, and Pallas gives what they compute no such type.
+            # A kernel's loops depend on lengths, and Pallas does not type their results as varying.
             raise capability.UnsupportedError(
                 f"paged_attention: implementation 'mosaic_gpu': {name} varies over {axes}, which "
-                "it takes in jax.shard_map(..., check_vma=False) only; implementation='triton' "
+                "it takes only in jax.shard_map(..., check_vma=False); implementation='triton' "
                 "takes it anywhere"
             )
     # Decode meets every id that a sequence uses; a tile of prefill only those that it sees.
@@ -42,7 +42,7 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         from jattn.pallas.mosaic_gpu.prefill import kernel as prefill
 
         # Prefill has most of the tokens of a mixture, so decode's rows go into its result. It also
-        # has the sequences that are too long, and padding.
+        # handles sequences that are too long, and padding.
         long = jnp.where(counts > DECODE_TOKENS, counts, 0)
         others = as_varying(prefill.run(call, operands, long), operands)
         return decode.run(call, operands, short, DECODE_TOKENS, others=others)

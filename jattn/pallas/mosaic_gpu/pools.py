@@ -1,7 +1,7 @@
 """Where keys and values are stored: in two pools or in one.
 
 One pool holds both side by side in its rows (`jattn.KVRows`), or keys whose first numbers are the
-values (MLA). Kernels then copy from it twice; the second time L2 has what they ask for.
+values (MLA). Kernels then copy from it twice, the second time from L2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def copy_source(
 
 
 def refusals(call: calls.Call) -> list[str]:
-    """Why tiles of up to 64 columns, as copies swizzle them, would begin in the middle of one."""
+    """Return why a copy would begin in the middle of a swizzled tile of up to 64 columns."""
     d, v = call.head_dim, call.value_dim
     step = max(math.gcd(d, 64), math.gcd(v, 64))
     if call.rows is not None:

@@ -20,7 +20,7 @@ from jattn.pallas import machine
 SM = 90  # the compute capability that the kernels are for
 MOST_BYTES = machine.block_shared(SM)
 PRODUCT_ROWS = 64  # of the result of a `wgmma`, and of its left operand
-# A swizzled buffer is cut into tiles of so many rows, and a copy of rows brings a multiple of them.
+# A swizzled buffer is cut into tiles of this many rows, and a copy brings a multiple of them.
 COPIED_ROWS = 8
 ALIGNMENT = 1024  # bytes, of every buffer
 BARRIER_BYTES = 8
@@ -65,8 +65,8 @@ class Barriers:
 
     Attributes:
       count: how many.
-      arrivals: that end a phase of one.
-      cluster: the axis of a cluster whose blocks all arrive; None for those of one block.
+      arrivals: how many end a phase of one.
+      cluster: the axis of a cluster whose blocks all arrive; None for barriers of one block.
     """
 
     count: int = 1
@@ -84,11 +84,11 @@ Scratch: TypeAlias = Mapping[str, Item]
 
 
 def compute_dtype(call: calls.Call) -> Any:
-    """The dtype of the products: the cache's, and float16 for an fp8 cache."""
+    """Return the dtype of the products: the cache's, or float16 for an fp8 cache."""
     stored = call.key_format.value_dtype
     return stored if stored.itemsize == 2 else np.dtype(np.float16)
 
 
 def total_bytes(scratch: Scratch) -> int:
-    """Shared memory of a block, reductions included."""
+    """Return the shared memory of a block, including that for reductions."""
     return sum(item.num_bytes for item in scratch.values()) + REDUCTION_BYTES

@@ -1,4 +1,4 @@
-r"""Decode on Mosaic GPU: sequences with 1 to 8 query tokens, bound by the reading of K and V.
+r"""Decode on Mosaic GPU: sequences with 1 to 8 query tokens, bound by reading K and V.
 
 For a block of R rows (query token, head of the group) of one sequence and one KV head, over tiles
 of 64 keys, with queries as columns ("swap-AB": the 64 rows that `wgmma` wants are keys, of which
@@ -18,7 +18,7 @@ there are many, and not queries, of which there are few),
 
 Either one consumer has all rows, or each of two has half of them; both read the same keys. To
 reduce a number for each row over its four warps, a consumer needs memory that Mosaic gives a block
-only once, so two take turns at that: turn[w].
+only once, so two consumers take turns: turn[w].
 
 Ownership:
     ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumers;
@@ -63,7 +63,7 @@ SOFTMAX = fragments.Online(axis=1, exp=jnp.exp, floor=-np.inf)
 # A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128, four
 # where it has 64. Naming the number makes ptxas keep to it; left alone, it takes up to 255.
 SHARED_REGISTERS = {2: (128, 80), 4: (64, 56)}  # of a consumer and of a producer
-PAIRED_REGISTERS = (232, 40)  # where two consumers and a producer have one to themselves
+PAIRED_REGISTERS = (232, 40)  # two consumers and a producer have a multiprocessor to themselves
 
 
 def run(
@@ -143,7 +143,7 @@ def _inputs(rows: query_rows.Rows, planned: plan.Plan) -> Inputs:
 
 
 def _kernel(rows: query_rows.Rows, planned: plan.Plan) -> merge.Splits:
-    """Every split's partial result, of `items + C` places."""
+    """Return every split's partial result, in `items + C` places."""
     call, tiles, row_blocks = rows.call, rows.tiles, rows.blocks
     places = call.num_seqs * call.num_kv_heads * row_blocks + planned.grid
     inputs = _inputs(rows, planned)
@@ -206,7 +206,7 @@ class Block(typing.NamedTuple):
     inputs: Inputs
 
     def visit_splits(self, visit: Callable[[Split], None]) -> tuple[jax.Array, jax.Array]:
-        """Call `visit` with every split of this grid block; returns its tiles and its splits."""
+        """Call `visit` with every split of this grid block; return how many tiles and splits."""
         facts, kv_heads = self.facts, self.call.num_kv_heads
         block = lax.axis_index("block")
         start = block * facts.share
@@ -232,12 +232,12 @@ class Block(typing.NamedTuple):
 
 
 def _registers(tiles: tiling.DecodeTiles) -> tuple[int, int] | None:
-    """Of a thread that computes and one that copies, or None for what ptxas takes."""
+    """Registers of a thread that computes and of one that copies; None if ptxas may choose."""
     return PAIRED_REGISTERS if tiles.consumers > 1 else SHARED_REGISTERS.get(tiles.blocks_per_core)
 
 
 def _produce(block: Block, bad: Any, refs: dict[str, Any]) -> None:
-    """The warpgroup that keeps the ring filled, and says which splits met an id of no block."""
+    """The warpgroup that keeps the ring filled and reports splits that met an invalid block id."""
     if (registers := _registers(block.tiles)) is not None:
         mgpu.set_max_registers(registers[1], action="decrease")
     producer = Producer(block, bad, refs)
@@ -257,7 +257,7 @@ class Producer:
 
     Attributes:
       block: the grid block.
-      bad: int32 [places], in global memory: not 0 where a split met an id of no block.
+      bad: int32 [places], in global memory: not 0 where a split met an invalid block id.
       refs: shared memory.
     """
 
@@ -279,7 +279,7 @@ class Producer:
         ]
 
     def visit(self, split: Split) -> None:
-        """All copies of a split."""
+        """Issue all copies of a split."""
         which = lax.rem(split.number, 2)
 
         @pl.when(split.number >= 2)
@@ -304,13 +304,13 @@ class Producer:
         self.bad[split.place] = lax.fori_loop(0, split.num_tiles, step, jnp.int32(0))
 
     def copy_boxes(self, split: Split, which: jax.Array) -> None:
-        """The split's queries from where they are: of every token the heads that are rows."""
+        """Copy the split's queries from where they are: of every token the heads that are rows."""
         call, tiles, facts = self.block.call, self.block.tiles, self.block.facts
         count, height = query_rows.boxes(call, tiles)
         for i in range(count):
             first = split.row_block * tiles.row_block + i * height
             index = lax.div(first, jnp.int32(call.group))
-            # A token that is not there is the last one again.
+            # A missing token is replaced by the last one.
             index = jnp.minimum(index, facts[split.seq, Fact.QUERIES] - 1)
             head = split.kv_head * call.group + lax.rem(first, jnp.int32(call.group))
             w, row = divmod(i * height, tiles.rows)
@@ -323,7 +323,7 @@ class Producer:
             )
 
     def copy_rows(self, split: Split, which: jax.Array) -> None:
-        """The split's queries where they were gathered: a copy for each consumer."""
+        """Copy the split's gathered queries: one copy for each consumer."""
         for w in range(self.block.tiles.consumers):
             rows = pl.ds(w * self.block.tiles.rows, self.block.tiles.rows)
             query = self.block.inputs.queries.at[split.seq, split.kv_head, split.row_block, rows]
@@ -359,7 +359,7 @@ class Producer:
         chunk: tuple[Any, Any],
         use: jax.Array,
     ) -> None:
-        """A chunk of a tile to its stage of the ring, a copy for every kernel block."""
+        """Copy a chunk of a tile to its stage of the ring, with a copy for every kernel block."""
         (pool, columns), size = chunk, self.block.tiles.kernel_block
         stage = lax.rem(use, self.block.tiles.ring)
 
@@ -373,7 +373,7 @@ class Producer:
             mgpu.copy_gmem_to_smem(tile, there, self.refs["full"].at[stage])
 
     def drain(self, tiles: jax.Array, splits: jax.Array) -> None:
-        """Wait for the consumers' last arrivals: none may be left that was not waited for.
+        """Wait for the consumers' last arrivals: the block may not end before all have come.
 
         Args:
           tiles, splits: how many there were.
@@ -442,7 +442,7 @@ class Consumer:
         return TILE, self.block.tiles.rows
 
     def visit(self, split: Split) -> None:
-        """All tiles of a split, and its partial result."""
+        """Compute all tiles of a split and write its partial result."""
         tiles, facts = self.block.tiles, self.block.facts
         which = lax.rem(split.number, 2)
         keys = Keys(
@@ -463,7 +463,7 @@ class Consumer:
         self.write(split, m, l, acc)
 
     def step(self, split: Split, which: jax.Array, keys: Keys, i: jax.Array, state: Any) -> Any:
-        """Tile i of a split, whose queries are q[which]; `state` is `(acc, m, l)`."""
+        """Compute tile i of a split, whose queries are q[which]; `state` is `(acc, m, l)`."""
         acc, m, l = state
         tiles, p_s = self.block.tiles, self.refs["p_s"].at[self.w]
         use = (split.done + i) * (tiles.key_chunks + tiles.value_chunks)
@@ -526,7 +526,7 @@ class Consumer:
         return dots
 
     def widened(self, stage: jax.Array, which: jax.Array | int) -> Any:
-        """fp8 of a stage of the ring as float16, in one of two buffers; the stage is free again."""
+        """Widen a stage of the ring from fp8 to float16, into one of two buffers, and free it."""
         tiles, wide = self.block.tiles, self.refs["wide_s"].at[which]
         fp8.widen(self.refs["ring_s"].at[stage], wide, max(tiles.swizzle // 2, tiles.ring_swizzle))
         mgpu.barrier_arrive(self.refs["empty"].at[stage])
@@ -544,7 +544,7 @@ class Consumer:
     def logits(self, split: Split, dots: jax.Array, tile_start: jax.Array) -> jax.Array:
         """Logits of a tile's dots, -inf where a query does not see the key.
 
-        What they depend on is read for every tile: cheaper than the registers it would stay in.
+        What they depend on is read for every tile, which is cheaper than keeping it in registers.
         """
         call, facts, ins, shape = self.block.call, self.block.facts, self.block.inputs, self.shape
         seq, item_rows = split.seq, (split.kv_head, split.row_block, self.mine)
@@ -618,7 +618,7 @@ class Consumer:
         return pl.run_scoped(product, mgpu.ACC(shape, jnp.float32))
 
     def write(self, split: Split, m: jax.Array, l: jax.Array, acc: list[jax.Array]) -> None:
-        """The split's partial result to its place, the parts of acc through two buffers in turn."""
+        """Write the split's partial result to its place, the parts of acc through two buffers."""
         o_s, ml_s = self.refs["o_s"].at[self.w], self.refs["ml_s"].at[self.w]
         ml_s[0] = m
         ml_s[1] = self.in_turn(lambda: l.sum(axis=0))

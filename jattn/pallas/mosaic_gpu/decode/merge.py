@@ -6,19 +6,19 @@ over the grid blocks c that took tiles of the item, which are neighbours: those 
 last tile; then the sink joins l, and `out = v_scale acc / l`. A grid block here does 64 columns of
 V of one item, in order of c, so that the sum does not depend on which block was first:
 
-    for each few c from the item's first grid block to its last:
+    for every few c from the item's first grid block to its last:
         read m_c, l_c [R] and acc_c [64, R] from place item + c, all before any is used
         merge them into m, l, acc
     factor, lse = finish(m, l, sink)
     acc factor, rounded to the output's dtype -> o_s [R, 64] -> out
 
-Where all rows of the call are decode's, groups are multiples of 8 and no column of V is stored
-twice, the rows go where they belong in the call's result (`in_place`), zeros and -inf with them for
-tokens of no sequence; otherwise to [B, K, J, R, V], and XLA takes them from there.
+If all rows of the call are decode's, groups are multiples of 8 and no column of V is stored twice,
+the rows go where they belong in the call's result (`in_place`), with zeros and -inf for tokens of
+no sequence. Otherwise they go to [B, K, J, R, V], and XLA takes them from there.
 
 Ownership: o_s and lse_s are the warpgroup's, and TMA's from `commit_smem` on. All else goes
 from global memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and
-NaN where the sequence breaks a promise or a split met an id of no block.
+NaN where the sequence breaks a promise or a split met an invalid block id.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ NUMBERS = 64
 
 
 class Splits(typing.NamedTuple):
-    """The partial results that the decode kernel leaves of every split, by its place."""
+    """The partial results that the decode kernel leaves for every split, by its place."""
 
     ml: jax.Array  # float32 [places, 2, R]: `m` and `l`
     acc: jax.Array  # float32 [places, V, R], V a multiple of 64
-    bad: jax.Array  # int32 [places]: not 0 where the split met an id of no block
+    bad: jax.Array  # int32 [places]: not 0 where the split met an invalid block id
 
 
 class Inputs(typing.NamedTuple):
@@ -80,9 +80,9 @@ def run(
     Args:
       call, operands: the call.
       plan, online: the decode kernel's.
-      splits: the partial results of all.
+      splits: all partial results.
       row_blocks: J.
-      in_place: `out` is [T, H, V] and `lse` [T, H], where the call's group is a multiple of 8.
+      in_place: `out` is [T, H, V] and `lse` [T, H]; the call's group must be a multiple of 8.
     """
     _, value_rows, rows = splits.acc.shape
     assert not in_place or math.gcd(call.group, rows) % scratch.COPIED_ROWS == 0
@@ -174,9 +174,9 @@ class Slice:
         return cls(call, online, facts, inputs, rows, *at)
 
     def grid_blocks(self) -> tuple[jax.Array, jax.Array]:
-        """`(start, end)`: those of the decode kernel that took tiles of the item.
+        """`(start, end)`: the decode kernel's grid blocks that took tiles of the item.
 
-        Both are the one that its first tile would be in where it has no tiles.
+        If it has no tiles, both are the block that its first tile would be in.
         """
         facts, seq = self.facts, self.seq
         tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
@@ -190,8 +190,8 @@ class Slice:
     def split(self, block: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
         """`(m, l, acc)` that a grid block left; nothing from `end` on."""
         ins, place = self.inputs, self.item + jnp.minimum(block, end - 1)
-        # NaN stays in the sum. The last split is read once more instead of one past it, with an m
-        # of -inf, so that it counts for nothing.
+        # NaN stays in the sum. Instead of a split past the last, the last is read once more, with
+        # an m of -inf, so that it counts for nothing.
         nan = fragments.nan_where(ins.bad[place] != 0)
         m = fragments.vector(ins.ml.at[place, 0], 1)
         m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
@@ -250,7 +250,7 @@ class Result:
     lse_s: Any
 
     def put(self, acc: jax.Array, lse: jax.Array) -> None:
-        """Have rows ready for copies, once those under way have read what was there."""
+        """Put rows where copies read them, once earlier copies have read what was there."""
         mgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.o_s.T[...] = acc.astype(self.o_s.dtype)
         self.lse_s[...] = lse
@@ -272,11 +272,11 @@ class Result:
 
     @property
     def first_row(self) -> jax.Array:
-        """Of the item's rows, among all of the sequence in its KV head."""
+        """The item's first, among all rows of the sequence in its KV head."""
         return self.slice.row_block * self.slice.rows
 
     def write_token(self, token: jax.Array, row: int) -> None:
-        """Copy the box from a row on to a token's heads."""
+        """Copy the box that begins at a row to a token's heads."""
         group = self.slice.call.group
         head = self.slice.kv_head * group + lax.rem(self.first_row + row, jnp.int32(group))
         box, heads = pl.ds(row, self.box), pl.ds(head, self.box)

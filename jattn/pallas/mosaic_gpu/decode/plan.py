@@ -1,11 +1,11 @@
-"""How decode's work is dealt out: equal runs of tiles, planned on the device from the lengths.
+"""How decode's work is divided: equal runs of tiles, planned on the device from the lengths.
 
     cut every sequence's visible keys into tiles of `tile` tokens
     a sequence has an item for every KV head and every block of its rows, each of all its tiles
-    number all tiles: sequence after sequence, in it item after item, in it from the oldest key on
+    number all tiles: by sequence, within it by item, and within that from the oldest key on
     block c of the grid takes tiles [c * share, (c + 1) * share)
 
-So one long sequence is spread over the whole GPU and many short ones are dealt out whole, whatever
+So one long sequence is spread over the whole GPU and many short ones are assigned whole, whatever
 the table's width or the batch's padding. The part of an item that one grid block takes is a
 *split*; its partial result goes to place `item + c`, which no other split has, because going from
 one split to the next moves on by one item or by one grid block. The merge reads an item's splits
@@ -40,7 +40,7 @@ class Fact(enum.IntEnum):
     SEQ_LEN = 8
     IS_CAUSAL = 9  # 0 or 1
     TOKEN = 10  # the first query token, counted over the batch
-    QUERIES = 11  # tokens that are answered here: those it has, if it breaks a promise
+    QUERIES = 11  # tokens that get results here: all it has, if it breaks a promise
 
 
 NUM_FACTS = 16
@@ -48,7 +48,7 @@ NUM_FACTS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of a call: one array, because XLA makes it in one kernel, or a kernel's ref of it.
+    """The plan of a call: one array, because XLA makes it in one kernel, or a kernel's ref to it.
 
     Attributes:
       numbers: int32; `NUM_FACTS` of each sequence, the sequence of each grid block's first tile,
@@ -96,13 +96,13 @@ def make(
     grid: int,
     min_share: int,
 ) -> Plan:
-    """Deal out the tiles of sequences with `counts` [B] query tokens each; 0 for none.
+    """Divide the tiles of sequences with `counts` [B] query tokens each; 0 for none.
 
     Args:
       tile, kernel_block: tokens; a tile starts at a multiple of `kernel_block`.
       row_block: rows (query token, head of the group) that one item holds.
-      grid: grid blocks to deal out to.
-      min_share: tiles that a grid block takes at least, while there are any.
+      grid: grid blocks to divide them among.
+      min_share: the fewest tiles that a grid block takes, unless no more are left.
     """
     starts, seq_lens = operands.query_start_loc, jnp.minimum(operands.seq_lens, call.capacity)
     first_query = spec.first_query_position(operands.seq_lens, counts)

@@ -3,8 +3,8 @@
 Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the group. A work item
 has R of them, so a sequence has J blocks of rows for every KV head: [B, K, J, R, ...].
 
-Where groups are multiples of 8 none of this is needed: the kernel copies queries from where they
-are (`boxes`) and the merge writes rows where they belong (`Rows.stay_in_place`).
+If groups are multiples of 8, none of this is needed: the kernel copies queries from where they are
+(`boxes`) and the merge writes rows where they belong (`Rows.stay_in_place`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 
 
 def boxes(call: calls.Call, tiles: tiling.DecodeTiles) -> tuple[int, int]:
-    """How many copies bring an item's rows from the queries [T, H, D], and the rows of each.
+    """Return how many copies bring an item's rows from the queries [T, H, D], and rows of each.
 
-    (0, 0) where they are gathered first: where a copy would bring another number of rows than a
-    multiple of 8, and where queries in another dtype are narrowed.
+    (0, 0) if they are gathered first: if a copy would bring a number of rows that is not a multiple
+    of 8, or if queries in another dtype are narrowed.
     """
     size = math.gcd(call.group, tiles.rows)
     if size % scratch.COPIED_ROWS or call.query_dtype != str(scratch.compute_dtype(call)):
@@ -74,11 +74,11 @@ class Rows:
         return whole and self.tiles.stored_rows == call.value_dim
 
     def queries(self) -> tuple[jax.Array, jax.Array]:
-        """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
+        """Return rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
 
-        That is [B, K, J, R] where rows are narrowed, each by a number of its own, and otherwise
-        [K], or [1] for all. Rows that a sequence does not have are zeros. Where the kernel copies
-        rows from where they are (`boxes`), the queries as they come.
+        That is [B, K, J, R] if rows are narrowed, each by a different number, and otherwise [K], or
+        [1] for all. Rows that a sequence does not have are zeros. If the kernel copies rows from
+        where they are (`boxes`), the queries are returned as they come.
         """
         call, operands, row_block = self.call, self.operands, self.tiles.row_block
         kv_heads, group, dtype = call.num_kv_heads, call.group, scratch.compute_dtype(call)
@@ -102,7 +102,7 @@ class Rows:
         return queries.reshape(*shape, call.head_dim), scales
 
     def result(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`(out [T, H, V], lse [T, H])` of finished rows, where no other kernel has any."""
+        """Return `(out [T, H, V], lse [T, H])` of finished rows, if no other kernel has any."""
         call, starts = self.call, self.operands.query_start_loc
         if not call.ragged:
             return self._one_token_each(out, lse)
@@ -114,7 +114,7 @@ class Rows:
     def scatter(
         self, out: jax.Array, lse: jax.Array, others: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """The `(out, lse)` of other kernels with finished rows in their places."""
+        """Return the `(out, lse)` of other kernels with finished rows in their places."""
         call, span, starts = self.call, self.span, self.operands.query_start_loc
 
         def scattered(others: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +130,7 @@ class Rows:
         return lax.cond(jnp.any(self.counts > 0), scattered, lambda others: others, others)
 
     def _columns(self, out: jax.Array) -> jax.Array:
-        """`out` [..., V] of what the kernels stored, some columns perhaps twice."""
+        """`out` [..., V] from what the kernels stored, some columns perhaps twice."""
         if self.tiles.stored_rows == self.call.value_dim:
             return out
         return out[..., np.asarray(self.tiles.row_of_value)]

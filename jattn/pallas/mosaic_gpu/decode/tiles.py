@@ -50,7 +50,7 @@ class DecodeTiles:
       chunk: columns of K or V in one place of the ring.
       ring: places of TILE tokens by `chunk` columns, K and V taking turns.
       blocks_per_core: grid blocks that share a multiprocessor.
-      min_share: tiles that a grid block takes at least, while there are any.
+      min_share: the fewest tiles that a grid block takes, unless no more are left.
       stored_bytes: of an element of the ring: 1 for fp8.
       head_dim, value_dim: D and V.
     """
@@ -137,11 +137,11 @@ class DecodeTiles:
         return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
 
     def scratch(self, stored: Any, dtype: Any) -> dict[str, scratch.Item]:
-        """The kernel's shared memory; the head of the kernel's file says what writes and reads it.
+        """List the kernel's shared memory; the head of its file says what writes and reads it.
 
         Args:
           stored: the cache's dtype.
-          dtype: what the products are taken in.
+          dtype: of the products' operands.
         """
         rows, chunk, ring, consumers = self.rows, self.chunk, self.ring, self.consumers
         found: dict[str, scratch.Item] = {
@@ -169,10 +169,10 @@ class DecodeTiles:
 
 
 def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
-    """Columns of K and of V in one place of the ring, or None if the two have none in common.
+    """Return the columns of K and of V in one place of the ring; None if no number suits both.
 
-    Of 64 columns at least (the rows of V^T that `wgmma` takes), in whole swizzles of 32 bytes; 128
-    where K and V have them, and whole swizzles of 128 bytes before others.
+    At least 64 columns (the rows of V^T that `wgmma` takes), in whole swizzles of 32 bytes: 128 or
+    64, which are whole swizzles of 128 bytes, if K and V allow, and otherwise the fewest.
     """
     step = 32 // stored_bytes if stored_bytes == 1 else 16
     common = math.gcd(head_dim, value_dim)
@@ -182,9 +182,9 @@ def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
 
 
 def row_blocks(rows: int, stored_rows: int, stored_bytes: int) -> list[tuple[int, int]]:
-    """R for sequences of so many rows, and of how many consumers: what holds them, then ever fewer.
+    """Return choices of `(R, consumers)` for `rows` rows: one that holds them, then ever fewer.
 
-    A consumer holds as many rows as registers do. Two read the same keys in place. There is
+    A consumer holds as many rows as registers do. Two read the same keys in place. There is only
     one for fp8, which each would widen for itself; for 8 rows, where the copy of the second's m and
     l would not begin at a multiple of 128 bytes; and for 32 rows of V = 256, which would spill 32
     to 80 bytes.
@@ -199,12 +199,12 @@ def row_blocks(rows: int, stored_rows: int, stored_bytes: int) -> list[tuple[int
 
 
 def pick(call: calls.Call, span: int) -> DecodeTiles:
-    """The tiles of a call whose decoded sequences have up to `span` query tokens.
+    """Choose the tiles of a call whose decoded sequences have up to `span` query tokens.
 
     Of the rows that a work item may have, the best that fit into shared memory.
     """
-    # In a batch with prefill most of the others decode one token: an item for those, several for
-    # the rare sequence with a few.
+    # In a batch with prefill most other sequences decode one token and need one item; the rare
+    # sequence with a few tokens gets several.
     rows = call.group * (span if call.max_query_len <= span else 1)
     stored = call.key_format.word_dtype.itemsize
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
@@ -220,7 +220,7 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
 def _tiles(
     call: calls.Call, span: int, rows: int, consumers: int, chunk: int, stored_rows: int
 ) -> DecodeTiles:
-    """Tiles of so many rows, with as many places in the ring as shared memory holds."""
+    """Return tiles of `rows` rows, with as many places in the ring as shared memory holds."""
     stored = call.key_format.word_dtype.itemsize
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
@@ -230,12 +230,12 @@ def _tiles(
     blocks = 2 if max(call.head_dim, stored_rows) <= most and chunk <= 256 else 1
     kernel_block = math.gcd(call.block_size, TILE)
     if (rows, stored) == (8, 2) and call.head_dim + stored_rows <= 128:
-        # A tile of so few bytes is read sooner than two blocks have computed theirs. In the 64
-        # registers that four leave, slopes spill 8 bytes, and several tokens 8 to 16.
+        # A tile of so few bytes is read before two blocks have computed theirs. In the 64 registers
+        # that four leave, slopes spill 8 bytes, and several tokens 8 to 16.
         blocks = 4 if span == 1 and "alibi_slopes" not in call.options else 2
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
-    # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
-    # flight; past 32 they would only be more barriers.
+    # 1 KiB of each block's shared memory belongs to the system. Another place is another in flight;
+    # past 32 they would only add barriers.
     budget = (scratch.MOST_BYTES + machine.KIB) // blocks - machine.KIB
     tiles = DecodeTiles(
         row_block=rows,

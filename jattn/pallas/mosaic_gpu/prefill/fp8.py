@@ -42,7 +42,7 @@ class Widened(parts.Feed):
         return self.refs["wide_" + name].at[parts.recomputed(jnp.int32(0), step)]
 
     def _widen(self, which: int, step: jax.Array) -> None:
-        """One tile, once it has arrived; its place in the ring is free again."""
+        """Widen a tile once it has arrived, and free its place in the ring."""
         name = "kv"[which]
         stage = lax.rem(step, self.tiles.stages)
         place = which * self.tiles.stages + stage
@@ -110,5 +110,5 @@ class Widened(parts.Feed):
 
 
 def _wait_for_copies(ready: Any) -> None:
-    """On its own so that a test can leave it out and see the race detector notice."""
+    """Wait. It is a function so that a test can leave it out and see the race detector notice."""
     mgpu.barrier_wait(ready)

@@ -4,8 +4,8 @@ For the rows of a tile (query head h, query token t) and the keys j that they se
 
     out = sum_j exp2(s_j - m) v_j / (sum_j exp2(s_j - m) + exp2(sink - m))
 
-with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, and
-what is summed already is rescaled when `m` grows. One block of the grid computes one tile of
+with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, in
+which earlier sums are rescaled when `m` grows. One block of the grid computes one tile of
 `jattn.pallas.mosaic_gpu.prefill.plan` for one group of query heads:
 
     s = q k[0]^T
@@ -30,8 +30,8 @@ issues the copies and keeps 24 registers, so that the others may have 240.
 
 `turn` orders the tensor cores: a warpgroup passes it on when its products are issued, so that one
 computes its softmax while the other multiplies. What a softmax waits for, the other's products wait
-for in the end, so a step reads nothing from global memory unless it masks: what the plan says of
-every step is read before the first.
+for in the end, so a step reads nothing from global memory unless it masks: what every step needs of
+the plan is read before the first.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ ROWS = tiling.ROWS
 def run(
     call: calls.Call, operands: calls.Operands, counts: jax.Array, *, cluster: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
+    """Return `(out [T, H, V] in the output dtype, lse [T, H] float32)`.
 
     Tokens past `query_start_loc[B]` are zeros and -inf; tokens of sequences whose count is 0 are
-    left as they come. The lse is -inf everywhere if the call does not ask for it.
+    undefined. The lse is -inf everywhere if the call does not ask for it.
 
     Args:
       call, operands: the call.
@@ -159,16 +159,16 @@ def _consume(
 
 
 def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tuple[jax.Array, ...]:
-    """`(m, l, acc)` of all keys, each tile's logits made together with the last one's product.
+    """`(m, l, acc)` of all keys, each tile's logits computed together with the last one's product.
 
-    A warpgroup in its turn asks for the next logits first, and while those are made it rescales
-    what it has and rounds the weights, which no compiler keeps ahead of a wait for the turn.
+    In its turn a warpgroup first asks for the next logits. While these are computed it rescales its
+    sums and rounds the weights, which no compiler keeps ahead of a wait for the turn.
     """
     tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"]
     scales, base = rows.scales(), feed.work[Column.BASE]
 
     def logits(step: jax.Array, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
-        # Or the addresses of all of q stay in registers.
+        # Otherwise the addresses of all of q stay in registers.
         mine, keys = q.at[parts.recomputed(w, step)], feed.keys(step)
 
         def dots(acc_ref: Any) -> tuple[Any, jax.Array]:
@@ -215,7 +215,7 @@ def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tupl
         return m, l, acc
 
     def none(*empty: jax.Array) -> tuple[jax.Array, ...]:
-        # In turn all the same: a race detector takes queries and results of both for one buffer,
+        # Take turns all the same: a race detector takes queries and results of both for one buffer,
         # and after its turn a warpgroup knows that the other's queries have arrived.
         mgpu.barrier_wait(turn.at[w])
         pass_turn()
@@ -231,8 +231,8 @@ def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tupl
 def _in_turn(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tuple[jax.Array, ...]:
     """`(m, l, acc)` of all keys, one tile after the other.
 
-    `turn` is one barrier, at which the two meet: a warpgroup passes when its logits are asked for
-    and when its softmax is done, and the other then has its softmax behind it, or its logits.
+    `turn` is one barrier, at which the two meet: a warpgroup passes it when it has asked for its
+    logits and when its softmax is done; the other has then done its softmax, or asked for logits.
     """
     tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"].at[0]
     scales, base = rows.scales(), feed.work[Column.BASE]
@@ -276,7 +276,7 @@ def _in_turn(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tu
 
 
 def _wait_for_keys(ready: Any) -> None:
-    """On its own so that a test can leave it out and see the race detector notice."""
+    """Wait. It is a function so that a test can leave it out and see the race detector notice."""
     mgpu.barrier_wait(ready)
 
 

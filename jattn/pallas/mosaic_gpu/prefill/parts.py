@@ -31,8 +31,8 @@ from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
 ROWS = tiling.ROWS
 PRODUCER = 2  # the last of three warpgroups
-IDS_AT_A_TIME = 4  # of block ids, which the producer keeps in registers
-# A factor of logits is not 0, which times -inf is NaN.
+IDS_AT_A_TIME = 4  # block ids that the producer keeps in registers
+# A factor of logits must not be 0: 0 * -inf is NaN.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 SOFTMAX = fragments.Online(axis=0, exp=jnp.exp2, floor=float(np.finfo(np.float32).min))
 
@@ -126,17 +126,17 @@ def by_unit(
     return rows.reshape(*rows.shape[:3], ROWS)
 
 
-# What every step asks the plan for.
+# The columns of the plan that every step needs.
 IN_STEPS = (Column.BASE, Column.CLEAR_START, Column.CLEAR_END, Column.UNOWNED)
 
 
 class Work:
-    """One tile: the columns of the plan by name, each read where it is asked for.
+    """One tile: the columns of the plan by name, each read when it is asked for.
 
     Args:
       planned: the plan.
       tile: its row.
-      known: columns that have been read; what has not is not worth a register throughout a loop.
+      known: columns that have been read; others are not worth a register throughout a loop.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class Fetch:
     def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(block, first slot of the block)` of a tile's copy j.
 
-        Copies past the last key the tile needs bring that key's copy once more: what is past
-        it may be in no block of the sequence.
+        Copies past the last key that the tile needs repeat that key's copy: what is past it may be
+        in no block of the sequence.
         """
         size, each = self.call.block_size, self.tiles.copy_tokens
         last = lax.div(self.end - 1, each) * each
@@ -208,7 +208,7 @@ class Fetch:
         return jnp.clip(block, 0, self.call.num_blocks - 1), key - entry * size
 
     def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]] | None:
-        """The places of a tile's copies if there are one or two, ahead of the wait for room.
+        """The places of a tile's copies if there are one or two, read before the wait for room.
 
         None if there are more: the producer has few registers.
         """
@@ -241,14 +241,14 @@ class Fetch:
                 issue(j * each, place)
             return
 
-        # A count that the compiler does not know, or it unrolls the loop and spills.
+        # The compiler must not know the count, or it unrolls the loop and spills.
         several = math.gcd(self.tiles.copies, IDS_AT_A_TIME)
         rounds = jnp.int32(self.tiles.copies // several)
         rounds = jnp.where(self.end > 0, rounds, jnp.int32(0))
 
         @pl.loop(0, rounds)
         def _(i: jax.Array) -> None:
-            # All their ids are prefetched before the first is needed.
+            # All ids are prefetched before the first is needed.
             found = [self.place(step, i * several + j) for j in range(several)]
             for j, place in enumerate(found):
                 issue(pl.multiple_of((i * several + j) * each, each), place)
@@ -288,10 +288,11 @@ def warpgroups(
 
 
 def recomputed(number: jax.Array, count: jax.Array) -> jax.Array:
-    """`number`, computed here: from `count`, of steps, below 2^30, which the compiler cannot know.
+    """Return `number`, computed here: it adds `count >> 30`, which is 0, unknown to the compiler.
 
-    What depends on nothing in the loop is otherwise computed ahead of it and kept, and what is
-    needed before and after it is kept in between: registers that the loop needs.
+    `count` is a number of steps below 2^30. Otherwise the compiler computes what depends on nothing
+    in the loop ahead of it, and keeps what is needed before and after the loop in between, both in
+    registers that the loop needs.
     """
     return number + lax.shift_right_logical(count, 30)
 
@@ -299,7 +300,7 @@ def recomputed(number: jax.Array, count: jax.Array) -> jax.Array:
 def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
     """Zero the rows of a tile of values from `first` on: a weight of 0 times NaN is NaN.
 
-    Tiles of fewer than 64 keys are seen the other way around: registers hold 64 rows at a time.
+    Tiles of fewer than 64 keys are transposed: registers hold 64 rows at a time.
     """
     turned = block_kv % ROWS != 0
     height, width = (block_kv, ROWS) if turned else (ROWS, math.gcd(columns, ROWS))
@@ -314,14 +315,14 @@ def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
 
 
 class _Numbers:
-    """`jax.numpy` for `spec`, but for tanh."""
+    """`jax.numpy` for `spec`, except for tanh."""
 
     tanh = staticmethod(fragments.tanh)
     __getattr__ = staticmethod(functools.partial(getattr, jnp))
 
 
 class Feed(abc.ABC):
-    """How a warpgroup gets its tiles of keys and values, and hands them back; see the two kinds.
+    """How a warpgroup gets its tiles of keys and values, and hands them back.
 
     Args:
       tiles, work: the block's.
@@ -334,11 +335,11 @@ class Feed(abc.ABC):
         self.steps = work.steps(tiles)
 
     def owned(self, step: jax.Array) -> jax.Array:
-        """Slots of a tile, from its first on, that the sequence owns: all, if not fewer."""
+        """How many of a tile's first slots the sequence owns; `block_kv` or more for all."""
         return self.work[Column.UNOWNED] - (self.work[Column.BASE] + step * self.tiles.block_kv)
 
     def begin(self) -> None:  # noqa: B027
-        """Before the first step."""
+        """Run before the first step."""
 
     @abc.abstractmethod
     def await_keys(self, step: jax.Array) -> None:
@@ -349,7 +350,7 @@ class Feed(abc.ABC):
         """A tile's keys."""
 
     def during_logits(self, step: jax.Array) -> None:  # noqa: B027
-        """While the tensor cores make logits."""
+        """Run while the tensor cores compute logits."""
 
     @abc.abstractmethod
     def keys_read(self, step: jax.Array) -> None:
@@ -364,14 +365,14 @@ class Feed(abc.ABC):
         """A tile's values, zeros in slots that no sequence owns."""
 
     def during_values(self, step: jax.Array) -> None:  # noqa: B027
-        """While the tensor cores weigh values."""
+        """Run while the tensor cores weigh values."""
 
     @abc.abstractmethod
     def values_read(self, step: jax.Array) -> None:
         """Hand the values back."""
 
     def end(self) -> None:  # noqa: B027
-        """After the last step."""
+        """Run after the last step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,7 +393,7 @@ class Rows:
 
     @classmethod
     def of(cls, block: Block, heads: jax.Array, number: jax.Array) -> Rows:
-        """The unit with a number among those of one group of query heads."""
+        """Return unit `number` of one group of query heads."""
         tiles = block.tiles
         first_head = heads * tiles.tile_heads + (
             number * tiles.row_heads if tiles.split_heads else 0
@@ -402,7 +403,7 @@ class Rows:
         return cls(block, first_head, first_token, unit)
 
     def recomputed(self, steps: jax.Array) -> Rows:
-        """The same for use after a loop, in no register during it; see `recomputed`."""
+        """Return the same for use after a loop, not kept in registers in it; see `recomputed`."""
         first_head = recomputed(self.first_head, steps)
         first_token = recomputed(self.first_token, steps)
         return dataclasses.replace(self, first_head=first_head, first_token=first_token)
@@ -433,16 +434,16 @@ class Rows:
     def pairs(self, shape: fragments.Shape, first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
         if self.block.inputs.columns is None:
-            # Where nothing is causal a mask may need key positions only. In the form below the
-            # compiler would search minutes for a layout of the query positions that are not used.
+            # Where nothing is causal a mask may need only key positions. In the form below the
+            # compiler would spend minutes searching for a layout of the unused query positions.
             row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
             token = lax.rem(row, jnp.full_like(row, self.block.tiles.row_tokens))
             q_pos = token + (self.block.work[Column.POSITION] + self.first_token)
             return q_pos, fragments.positions(shape, 1, first_key)
-        # Computed for each row: otherwise they take one register per logit, since the compiler does
-        # not see that an index divided by the number of columns is the same throughout a row. Read
-        # from a table for each column: computed from a thread's index, they would be computed ahead
-        # of the loop and kept.
+        # Query positions are computed for each row: otherwise they take one register per logit,
+        # since the compiler does not see that an index divided by the number of columns is the same
+        # throughout a row. Key positions are read from a table for each column: computed from a
+        # thread's index, they would be computed ahead of the loop and kept.
         columns = fragments.vector(self.block.inputs.columns.at[pl.ds(0, shape[1])], 1)
         q_pos = fragments.along(self.q_positions(), shape, 0)
         return q_pos, fragments.along(columns + first_key, shape, 1)
@@ -453,8 +454,8 @@ class Rows:
         """`(q_pos, k_pos)` of which the ALiBi term takes the difference."""
         if self.block.inputs.ahead is None:
             return self.pairs(shape, first_key)
-        # Counted from the tile's first key, so that float32 holds them exactly and nothing has to
-        # be converted for every logit.
+        # Counted from the tile's first key, so that float32 holds them exactly and nothing needs
+        # to be converted for every logit.
         q_pos = (self.q_positions() - first_key).astype(jnp.float32)
         q_pos = fragments.along(q_pos, shape, 0)
         k_pos = fragments.vector(self.block.inputs.ahead.at[pl.ds(0, shape[1])], 1)
@@ -465,8 +466,9 @@ class Rows:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Base-2 logits of a tile's dots, -inf where a query does not see the key.
 
-        As `(x, factor)` of `fragments.Online`. A scale that is negative or 0 is no factor: then
-        dots take its sign, or become 0, where edges are masked, and every tile is one.
+        As `(x, factor)` of `fragments.Online`. A scale that is negative or 0 cannot be the factor:
+        then every tile counts as an edge, and where edges are masked, dots take its sign, or
+        become 0.
 
         Args:
           dots: [64, block_kv].
@@ -482,7 +484,7 @@ class Rows:
         if scale.ndim:
             scale = fragments.along(scale, shape, 0)
         if capped:
-            # The cap is 1 here, and `scale` is divided by the true one, which comes after.
+            # Here the cap is 1, and `scale` is divided by the true cap, which is multiplied later.
             dots = spec.transform_logits(
                 dots,
                 scale=scale,
@@ -527,8 +529,8 @@ class Rows:
         if sign is not None:
             x = x * sign
         if self.block.inputs.columns is None:
-            # Made again: shared with the ALiBi term they would stay in registers, one for every
-            # logit, and spill.
+            # Positions are made again: shared with the ALiBi term they would stay in registers, one
+            # for every logit, and spill.
             first_key = lax.optimization_barrier(first_key)
         causal = self.block.call.is_causal
         is_causal = self.block.work[Column.IS_CAUSAL] if causal is None else causal
@@ -552,12 +554,12 @@ class Rows:
     def write(
         self, out: Any, rows: jax.Array, tiled: Any, plain: Any, columns: tuple[Any, int]
     ) -> None:
-        """Write the rows to `out` [T, H, V], the ones this tile owns.
+        """Write the rows that this tile owns to `out` [T, H, V].
 
         Args:
           out: the result.
           rows: [64, how many columns].
-          tiled, plain: a buffer as TMA's boxes want it, and row by row; one memory.
+          tiled, plain: one memory, as a buffer for TMA's boxes and as one of plain rows.
           columns: `(first, how many)` of V.
         """
         tiles, work = self.block.tiles, self.block.work
@@ -585,8 +587,8 @@ class Rows:
             mgpu.store(plain, rows)
             mgpu.commit_smem()
 
-            # By the warpgroup itself: a row of V may begin where no copy may, at an address that is
-            # no multiple of 128.
+            # The warpgroup writes the rows itself: a row of V may begin where a copy may not, at an
+            # address that is not a multiple of 128.
             @pl.loop(start, end)
             def _(t: jax.Array) -> None:
                 for p in range(tiles.row_heads):
@@ -607,7 +609,7 @@ def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
 
 
 def write_lse(rows: jax.Array, buffer: Any, lse: Any, unit: jax.Array, place: jax.Array) -> None:
-    """Write the lse of a unit's 64 rows, written or not: `gather_lse` picks."""
+    """Write the lse of all of a unit's 64 rows: `gather_lse` picks those that are the tile's."""
     buffer[...] = rows
     mgpu.commit_smem()
     mgpu.copy_smem_to_gmem(buffer, lse.at[lax.axis_index("tile"), unit, place])

@@ -10,8 +10,8 @@ A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the qu
 rows, wherever sequences begin. So the first tile of a sequence may hold up to 7 tokens of the one
 before it; they are computed and not written.
 
-Tokens behind the last sequence make a sequence of their own, of no keys: the kernel writes zeros
-for them as it does for every query that sees nothing, so the output need not be cleared first.
+Tokens after the last sequence form another sequence, without keys: the kernel writes zeros for
+them as it does for every query that sees nothing, so the output need not be cleared first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Column(enum.IntEnum):
     CLEAR_END = 8
     NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
     IS_CAUSAL = 10
-    BROKEN = 11  # 1: of a sequence that breaks a promise; answered with NaN
+    BROKEN = 11  # 1: the sequence breaks a promise, and its result is NaN
     UNOWNED = 12  # first slot a copy brings that no sequence owns, or NO_LIMIT
 
 
@@ -63,7 +63,7 @@ def make(
       call: the call.
       operands: its operands as `promises.marked` returns them.
       counts: int32 [B]; query tokens of each sequence, 0 for those of another kernel.
-      num_tokens: T up to a multiple of 8, and at least `tile_tokens`.
+      num_tokens: T rounded up to a multiple of 8, and at least `tile_tokens`.
       tile_tokens: query tokens of a tile.
       copy_tokens: keys that one copy brings; divides the block size.
     """
@@ -92,9 +92,9 @@ def make(
     write_first = jnp.maximum(wanted, starts[b])
     write_end = jnp.minimum(wanted + tile_tokens, starts[b] + counts[b])
     write_end = jnp.where(tile < ends[-1], write_end, write_first)
-    # The last tile of all steps back so that it ends with the tokens.
+    # The very last tile moves back to end with the last token.
     token = jnp.clip(wanted, 0, num_tokens - tile_tokens)
-    zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # of token 0, if it were
+    zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # where token 0 would be
     first, last = zero + write_first, zero + write_end - 1
     sight = operands.sight(call)
     if call.is_causal is None:

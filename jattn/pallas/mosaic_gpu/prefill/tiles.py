@@ -1,4 +1,4 @@
-"""Static sizes of the prefill kernels, the rule that picks them, the shared memory they need."""
+"""Static sizes of the prefill kernels, the rule that picks them, and their shared memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Tiles:
       row_heads: query heads of a unit; a power of two up to 8.
       units: 64-row units that share their keys.
       split_heads: units differ in heads, not in tokens; they then see the same keys.
-      copy_tokens: keys one copy brings: what divides both the block and the tile.
+      copy_tokens: keys that one copy brings; divides both the block and the tile.
       stored_bytes: of an element of the cache; 1 is fp8, of which one tile of K and one of V are
         widened at a time.
-      ahead: the next tile's logits are made together with a tile's product.
+      ahead: whether the next tile's logits are computed together with a tile's product.
     """
 
     head_dim: int
@@ -72,7 +72,7 @@ class Tiles:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a unit's rows; row r is token r % row_tokens of head r // row_tokens."""
+        """Tokens of a unit; row r is token r % row_tokens of head r // row_tokens."""
         return ROWS // self.row_heads
 
     @property
@@ -92,19 +92,19 @@ class Tiles:
 
 
 def swizzle_of(columns: int) -> int:
-    """The widest swizzle in bytes that rows of so many 16-bit columns allow."""
+    """Return the widest swizzle in bytes that rows of this many 16-bit columns allow."""
     return next(s for s in (128, 64, 32) if columns * 2 % s == 0)
 
 
 def value_swizzle(tiles: Tiles) -> int:
-    """The swizzle of V's tiles and of the probabilities they meet; no wider than a tile of keys."""
+    """Return the swizzle of V's tiles and of the probabilities; no wider than a tile of keys."""
     columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
     keys = int(np.gcd(tiles.block_kv, 64))
     return min(swizzle_of(columns), 2 * keys)
 
 
 def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
-    """A kernel's shared memory; the head of the kernel's file says what writes and reads it."""
+    """List a kernel's shared memory; the head of its file says what writes and reads it."""
     dtype, stored = scratch.compute_dtype(call), call.key_format.value_dtype
     out_dtype = np.dtype(call.out_dtype)
     d, stages, block_kv = tiles.head_dim, tiles.stages, tiles.block_kv
@@ -166,14 +166,14 @@ def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
 
 
 def shared_bytes(tiles: Tiles, call: calls.Call) -> int:
-    """Shared memory of a block of the grid."""
+    """Return the shared memory of a block of the grid."""
     return scratch.total_bytes(scratch_of(tiles, call))
 
 
 def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
-    """The tiles of a call; with `cluster`, wide ones for two blocks that share their copies.
+    """Choose the tiles of a call; with `cluster`, wide ones for two blocks that share copies.
 
-    By default they share them wherever there are two units of rows that read the same keys.
+    By default blocks share them wherever two units of rows read the same keys.
 
     128 keys by 2 or more stages where they fit, else 64: at D = V = 128 and 64 the sizes that
     public autotuning of a contiguous kernel of this shape found best on an H100, and the largest
@@ -211,11 +211,11 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
 
 
 def _shares(call: calls.Call) -> bool:
-    """Whether two blocks would have rows that read the same keys, and can halve the copies of them.
+    """Whether two blocks would have rows that read the same keys, and can each copy half of these.
 
-    A unit that had keys for itself would hold up to four heads. There are two where a group has
-    more, which must be an even number, or a sequence more tokens than fit next to them. A copy of 8
-    rows is cut in two along its columns, an even number of times 128 bytes.
+    A unit that does not share keys holds up to four heads. There are two units if a group has more
+    heads, in an even number, or a sequence more tokens than a unit holds with them. A copy of 8
+    rows is cut in two along its columns, which must be an even number of times 128 bytes.
     """
     heads = math.gcd(call.group, 4)
     two = (call.group % 2 == 0 and call.group > heads) or call.max_query_len > ROWS // heads
@@ -223,12 +223,12 @@ def _shares(call: calls.Call) -> bool:
 
 
 def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
-    """How many tiles a batch can need: each sequence, and padding, may begin and end inside one."""
+    """Return the most tiles of a batch: each sequence, and padding, may begin and end in one."""
     return min(num_tokens, num_tokens // tile_tokens + 2 * (num_seqs + 1))
 
 
 def refusals(call: calls.Call) -> list[str]:
-    """Why these kernels cannot run a call that the decode kernel may be able to run."""
+    """Return why these kernels cannot run a call that the decode kernel may be able to run."""
     found = []
     d, v = call.head_dim, call.value_dim
     fp8 = max(d, v) <= LARGEST  # above, where half a tile is all that fits, nothing is widened

@@ -28,20 +28,20 @@ Three warpgroups: 0 and 1 as above, for the same 64 rows; 2 issues the copies.
 | out[w], on q's memory | warpgroup w | copies to the result | commit_smem |
 
 A cluster of two blocks holds neighbouring units of rows of one KV head, which read the same keys.
-Each block fetches half of every copy and sends it to both: half the traffic from L2, which is what
-bounds this kernel without it. What the interpreter, which copies for each block by itself, cannot
-check rests on this:
+Each block fetches half of every copy and sends it to both: half the traffic from L2, which bounds
+this kernel otherwise. The interpreter copies for each block separately and cannot check this
+sharing, which relies on the following:
 
 - Both blocks have one row of the plan, the union of what their rows see, so they issue the same
   copies, in the same order, and go through the same pairs; a unit without rows of its own does too.
 - A block's `ready` expects all bytes of its copies, its own half and its peer's. Bytes may land
   before the block itself has expected them, but no phase ends before it has, and none early: the
   peer sends only after `free`, when every reader of both blocks has waited for the last phase.
-- `free` counts the readers of both blocks, in each of them: no half is sent over keys that are
-  still read by the other block. One thread arrives for a warpgroup, after all its warps are done.
+- `free` counts the readers of both blocks, in each of them: no half is sent over keys that the
+  other block still reads. One thread arrives for a warpgroup, after all its warps are done.
 - A producer ends with a wait for the last `free` of every buffer. Then every copy that was sent to
-  this block has landed, for its readers have read it, and every arrival from the peer has come in,
-  for it is counted; so nothing reaches into a block that is gone.
+  this block has landed, because its readers have read it, and every arrival from the peer has come
+  in, because it is counted; so nothing reaches into a block that is gone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
     fetch = parts.Fetch.of(block)
     columns, value = tiles.value_dim // 2, pools.first_value_column(block.call)
     together: dict[str, Any] = {"collective_axes": "unit"} if tiles.units > 1 else {}
-    # A count that the compiler does not know, or it unrolls the loops and spills.
+    # The compiler must not know the count, or it unrolls the loops and spills.
     both = lax.optimization_barrier(jnp.where(fetch.end > 0, jnp.int32(2), jnp.int32(0)))
 
     def fill(name: str, pair: jax.Array, tile: jax.Array) -> tuple[jax.Array, Any]:
@@ -161,7 +161,7 @@ def _consume(
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """The part of every pair of tiles that one warpgroup computes; barriers: the table above.
+    """The part of every pair of tiles that one warpgroup computes; see the table for barriers.
 
     Attributes:
       rows: the block's.
@@ -179,12 +179,12 @@ class Consumer:
 
     @property
     def tiles(self) -> tiling.Tiles:
-        """The block's."""
+        """The block's tiles."""
         return self.rows.block.tiles
 
     @property
     def columns(self) -> int:
-        """Of V, that this warpgroup weighs."""
+        """How many columns of V this warpgroup weighs."""
         return self.tiles.value_dim // 2
 
     def all_pairs(self) -> tuple[jax.Array, ...]:
@@ -224,8 +224,8 @@ class Consumer:
 
     def dots(self) -> jax.Array:
         """Q K^T of tile w of a pair."""
-        # Places that are new in every step, or all products' descriptors are computed before the
-        # loop and kept, in more than 64 registers.
+        # The places must seem new in every step, or all products' descriptors are computed before
+        # the loop and kept, in more than 64 registers.
         mine, here = lax.optimization_barrier(self.w), lax.optimization_barrier(jnp.int32(0))
         mgpu.barrier_wait(self.refs["k_ready"].at[mine])
 
