@@ -1,4 +1,4 @@
-"""Builds the native CPU kernel with the package, where there is a C++ compiler.
+"""Build the native CPU kernel with the package, if there is a C++ compiler.
 
 Without one the package is pure Python, and `jattn.explain` says what is missing. Everything else
 about the package is in pyproject.toml.
@@ -20,13 +20,14 @@ BUILD = runpy.run_path(str(NATIVE / "build.py"))
 class BuildWithNative(build_py):
     """`build_py` that puts the shared library where the package's files go: here if editable.
 
-    A wheel's library is for every machine of its architecture, an editable installation's for this.
+    A wheel's library is for every machine of its architecture, an editable installation's only for
+    this machine.
     """
 
     built = False
 
     def run(self):
-        if not self.editable_mode:  # what an earlier build left there would be installed, too
+        if not self.editable_mode:  # what an earlier build left there would also be installed
             shutil.rmtree(pathlib.Path(self.build_lib) / "jattn", ignore_errors=True)
         super().run()
         if os.environ.get("JATTN_NATIVE") == "skip":
@@ -47,7 +48,7 @@ class BuildWithNative(build_py):
 
 
 class PlatformDistribution(setuptools.Distribution):
-    """Installs to where packages with libraries go: auditwheel refuses libraries elsewhere."""
+    """Install where packages with libraries go: auditwheel refuses libraries elsewhere."""
 
     def has_ext_modules(self):
         return True
@@ -61,7 +62,7 @@ except ImportError:  # an older setuptools: its wheels are named for any platfor
 else:
 
     class PlatformWheel(bdist_wheel):
-        """A wheel for every Python 3: on this platform with the library, on any without it."""
+        """A wheel for every Python 3: for this platform with the library, for any without it."""
 
         def get_tag(self):
             return "py3", "none", super().get_tag()[2] if BuildWithNative.built else "any"

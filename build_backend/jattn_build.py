@@ -1,7 +1,7 @@
-"""The build backend: setuptools, and a C++ compiler from PyPI where the machine has none.
+"""The build backend: setuptools, plus a C++ compiler from PyPI if the machine has none.
 
-setup.py compiles the native CPU kernel. Where no compiler is found, the package ziglang brings one
-for the build, on the platforms it has wheels for and from indices that have it; without either, the
+setup.py compiles the native CPU kernel. If no compiler is found, the package ziglang brings one for
+the build, on platforms that it has wheels for and from indices that have it. Without either, the
 package is pure Python.
 """
 
@@ -33,10 +33,10 @@ def _compiler() -> list[str]:
 
 
 def _index_lacks_zig() -> bool:
-    """Whether pip's index answers that it has no ziglang: then asking for it ends the installation.
+    """Whether pip's index says that it has no ziglang: requiring it would fail the installation.
 
-    An index that cannot be reached, or a pip that cannot be asked, says nothing. `-I` finds the pip
-    that lies outside of the build's environment.
+    False if the index cannot be reached or pip cannot be run. `-I` finds the pip outside of the
+    build's environment.
     """
     command = [sys.executable, "-I", "-m", "pip", "index", "versions", "ziglang"]
     environment = {**os.environ, "PIP_RETRIES": "1", "PIP_TIMEOUT": "15"}
@@ -49,10 +49,10 @@ def _index_lacks_zig() -> bool:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    """What building a wheel needs."""
+    """Return what building a wheel needs."""
     return _requires_wheel(config_settings) + _compiler()
 
 
 def get_requires_for_build_editable(config_settings=None):
-    """What an editable installation needs."""
+    """Return what an editable installation needs."""
     return _requires_editable(config_settings) + _compiler()

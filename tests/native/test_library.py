@@ -119,8 +119,8 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         (tmp_path / "none.so", build.stamp(), version, "not built"),
         (garbage, build.stamp(), version, "does not load"),
         (built, "other", version, "other sources"),
-        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI, but this JAX 0.2"),
-        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI, but this JAX 1.0"),
+        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI, but this JAX has 0.2"),
+        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI, but this JAX has 1.0"),
     ):
         found = library.open_library(path, stamp, ffi)
         assert found.library is None

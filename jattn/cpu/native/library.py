@@ -104,7 +104,8 @@ def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None
     if version is not None and (speaks[0] != version[0] or speaks[1] > version[1]):
         have, takes = (".".join(map(str, v)) for v in (speaks, version))
         return Loaded(
-            None, f"its library has version {have} of XLA's FFI, but this JAX {takes}: {rebuild}"
+            None,
+            f"its library has version {have} of XLA's FFI, but this JAX has {takes}: {rebuild}",
         )
     return Loaded(library, None)
 

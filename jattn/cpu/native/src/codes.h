@@ -53,8 +53,8 @@ template <Format F> constexpr Planes planes_of() {
 }
 template <Format F> constexpr Planes kPlanes = planes_of<F>();
 
-// What decode's numbers have to be multiplied by. NVFP4's, of 6 at most, are added up before their scales make them
-// smaller: so that no sum of finite queries is infinite, they are 2^-6 of what they are.
+// What decode's numbers must be multiplied by. NVFP4's, of 6 at most, are added up before their scales make them
+// smaller: so that no sum over finite queries is infinite, decode has 2^-6 of each.
 constexpr float gain_of_codes(Format f) { return f == Format::nvfp4 ? 64 : 1; }
 
 // The numbers of a packed format, divided by that. There are two copies: the bit above the code does not matter.

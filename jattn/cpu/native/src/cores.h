@@ -28,7 +28,7 @@ class Cores {
 #endif
   }
 
-  // Takes the calling thread's core, or moves it to a free one if that core is taken.
+  // Takes the calling thread's core, or moves the thread to a free core if that one is taken.
   void settle() {
     if (!take()) return;
 #if defined(__linux__)
@@ -54,8 +54,8 @@ class Cores {
   std::atomic<uint64_t> taken_[kMost / 64] = {};
 };
 
-// Waits until other threads have raised `done` to `count`. They are about to: so it polls for some tens of
-// microseconds, then lets other threads run, of which one may be theirs.
+// Waits until other threads have raised `done` to `count`. They are about to, so it polls for some tens of
+// microseconds, then yields to other threads, which may be these.
 template <class Count> void wait_for(const std::atomic<Count>& done, Count count) {
   constexpr int kSpins = 1000;
   for (int spins = 0; done.load(std::memory_order_acquire) < count;) {

@@ -1,8 +1,8 @@
 // Few rows: decode, with head_dim in the lanes. Keys and values are read once, in place.
 //
 //   for each kv tile, prefetching the next one meanwhile:
-//     decode K and V into scratch unless they are stored as multiplied, or become that in
-//     registers: bfloat16 (codes.h) or float32 (numbers.h)
+//     decode K and V into scratch unless they are stored as they are multiplied, or are converted
+//     to that in registers: bfloat16 (codes.h) or float32 (numbers.h)
 //     s = q K^T, W sums at a time      then scales, options, the mask
 //     m' = max(m, s), a = 2^(m - m'), p = 2^(s - m'), l = a l + sum p
 //     o = a o + p V
@@ -56,7 +56,7 @@ struct Factors {
   float sign, power;
   Logits logits;
 
-  // `gain`: what products have to be multiplied by before.
+  // `gain`: what products must be multiplied by first.
   Factors(const Problem& p, const Split& split, float gain = 1) : Factors(p, scale_of(p, split) * gain) {}
   Factors(const Problem& p, float scale)
       : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
@@ -65,11 +65,11 @@ struct Factors {
   static float scale_of(const Problem& p, const Split& split) {
     return p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f);
   }
-  // Whether logits are products times a factor. Not a tiny one or a NaN, which masked logits are not multiplied by.
+  // Whether logits are products times a factor. Not a tiny one or a NaN: masked logits must not be multiplied by these.
   bool plain(const Problem& p) const { return logits.plain() && logits.scale >= 1e-37f && !p.tree; }
 };
 
-// Whether the words of a row, `dim` numbers, become what is multiplied in registers.
+// Whether the words of a row, `dim` numbers, are converted in registers to what is multiplied.
 template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unused]] int64_t dim) {
 #if defined(__AVX512VBMI__)
   if (M::paired) return format != Format::bf16 && dim % 64 == 0;
@@ -85,7 +85,7 @@ struct RowSums {
   float total = 0;  // of the query's numbers, for zero points of keys
 };
 
-// Turns a row's products x of a kv tile into logits; -inf where it is masked. `in_tree`: the keys are drafted tokens.
+// Turns a row's products x of a kv tile into logits; -inf where it is masked. `in_tree`: the keys are draft tokens.
 INLINE void logits_of_row(const Problem& p, const Sequence& sequence, const Factors& factors, bool plain,
                           const Row& row, float total, const Keys& here, bool in_tree, int width, float* x) {
   const int count = here.count;

@@ -103,7 +103,7 @@ template <int mantissa, int exponent, uint32_t largest, uint32_t nan> INLINE Wor
 INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7e, 0x7f>(x); }
 INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7b, 0x7e>(x); }
 
-// To integers, to nearest even. Of |x| < 2^22, and with AVX2 of any x: the ones that are too large become -2^31.
+// To integers, to nearest even. For |x| < 2^22, and with AVX2 for any x: those that are too large become -2^31.
 INLINE Ints nearest(Floats x) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtps_epi32((__m512)x);
@@ -204,7 +204,7 @@ template <Format F> INLINE void put(char* out, Floats x, float low) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// The lanes of four vectors as bytes, in an order of their own. Numbers that are too large keep their sign.
+// The lanes of four vectors as bytes, in a special order. Numbers that are too large keep their sign.
 INLINE __m256i narrow_four(const Words* x) {
   return _mm256_packs_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
                             _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));

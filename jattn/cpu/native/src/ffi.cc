@@ -1,9 +1,9 @@
-// The handlers that XLA calls: operands and attributes as jattn/cpu/native sends them,
-// checked, as a Problem; and what ctypes asks the library.
+// The handlers that XLA calls: they turn operands and attributes, as jattn/cpu/native sends them,
+// into a Problem, with checks; and the functions that Python calls through ctypes.
 //
-//   refuse a program that another version of the library was asked to make
+//   refuse a program that was made for another version of the library
 //   for each bit of `present`: the next operand is that one
-//   sizes and formats from attributes and operands; an error if an operand's bytes are not theirs
+//   sizes and formats from attributes and operands; an error if an operand has other bytes than they say
 //   attend(problem) or write_rows(update) with XLA's pool of threads: schedule.cc, update.cc
 //   an exception becomes an error of the call, and the process goes on
 #include <cstring>
@@ -25,7 +25,7 @@ using namespace jattn_native;
 
 namespace {
 
-// The operands in their order; a call brings those whose bit of `present` is set.
+// The operands in their order; a call passes those whose bit of `present` is set.
 enum Operand {
   kQuery, kKey, kValue, kTables, kSeqLens, kStarts, kScale, kIsCausal, kWindow, kCap, kSinks, kSlopes,
   kKScale, kVScale, kChunk, kVisibleEnd, kTree, kSelected, kBias,
@@ -51,7 +51,7 @@ struct Buffers {
     }
     if (next != args.size()) throw Wrong{"operands that `present` does not name"};
   }
-  // Data of so many elements of so many bytes; null where the operand is absent.
+  // The data of an operand, `count` numbers of type X; null if it is absent.
   template <class X> const X* data(Operand which, int64_t count) const {
     if (!here[which]) return nullptr;
     if (int64_t(at[which]->element_count()) != count || int64_t(at[which]->size_bytes()) != count * int64_t(sizeof(X)))
@@ -80,7 +80,7 @@ int64_t attribute(const ffi::Dictionary& attributes, const char* name) {
   return *found;
 }
 
-// Programs can be saved, and run with another version of the library, whose operands are others.
+// Programs can be saved and run with another version of the library, whose operands differ.
 void check_version(const ffi::Dictionary& attributes) {
   static const int64_t own = std::stoll(std::string(JATTN_STAMP).substr(0, 15), nullptr, 16);
   auto made_for = attributes.get<int64_t>("version");
@@ -174,7 +174,7 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
 }
 
 // New memory in pages of 2 MiB instead of 4 KiB, each of which would cost an interrupt. Memory that the C library had
-// before keeps its pages, unless the system takes them back: then its numbers are gone.
+// before keeps its pages unless the system takes them back (`forget`): then its contents are lost.
 void use_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool forget) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
@@ -187,7 +187,7 @@ void use_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes, [[
 #endif
 }
 
-// Does a handler's work; what it throws becomes its error.
+// Does a handler's work, and turns what it throws into the handler's error.
 template <class Work> ffi::Error answer(Work work) {
   try {
     work();
@@ -211,8 +211,8 @@ ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   });
 }
 
-// What update_kv_cache sends, in this order; a call brings those whose bit of `present` is set. The
-// pools' arrays, the first eight, are results too, in the same memory.
+// What update_kv_cache sends, in this order; a call passes those whose bit of `present` is set. The
+// pools' arrays, the first eight, are also results, in the same memory.
 enum Sent { kPool, kPoolScale, kPoolZero, kPoolGroups, kPools = 8, kRows = 8, kDivisor = 10, kSlots = 12, kSent };
 
 ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
@@ -249,7 +249,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     Update u{};
     u.nhd = attribute(attributes, "nhd") != 0;
     u.T = sizes(kSlots, 1)[0];
-    // A token of KVRows is more than K rows: it counts as one of one head.
+    // A token of KVRows is more than K rows: it counts as one row of a single head.
     if (!at[kPool] || !at[kRows]) throw Wrong{"a pool or its new rows are absent"};
     const bool rows_of_heads = at[kPool]->dimensions().size() == 4;
     if (!rows_of_heads && (!u.nhd || at[kPool]->dimensions().size() < 3)) throw Wrong{"a pool of another rank"};
@@ -286,7 +286,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   });
 }
 
-// Zeros, in huge pages where the system lets programs ask for them: the memory is new.
+// Zeros, in huge pages where the system lets programs ask for them, because the memory is new.
 ffi::Error zeros_handler(ffi::Result<ffi::AnyBuffer> out) {
   use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/true);
   memset(out->untyped_data(), 0, out->size_bytes());
@@ -317,7 +317,7 @@ EXPORT const char* jattn_native_left_out() { return left_out(); }
 
 EXPORT int jattn_native_moves() { return moves_off_a_taken_core(); }
 
-// For tests: what one function of the semantics says. A window or chunk of INT64_MIN is none.
+// For tests: the result of one function of semantics.h. INT64_MIN means no window or no chunk.
 EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t window, int64_t chunk,
                                  int64_t visible_end, int64_t* range) {
   Problem p{};

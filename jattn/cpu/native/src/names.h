@@ -1,4 +1,4 @@
-// Names of an instruction set's own functions, from the name that the compiler is given.
+// Names of functions of one instruction set, whose name the compiler is given.
 #pragma once
 
 #define NAME2(prefix, x) prefix##x

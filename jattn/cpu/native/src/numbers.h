@@ -43,8 +43,8 @@ INLINE Floats of_f16(Halves x) {
 constexpr bool kDecodesInRegisters = true;
 
 // e4m3 as float16 times 2^-8: the bits are the same but for another bias, from bit 7 on. The sign fills two bits at
-// first. Adding 1 to the significand carries into the lower one for NaN alone: it is set for NaN, then, and cleared for
-// all others.
+// first. Adding 1 to the significand carries into the lower one only for NaN, for which it is then set; it is cleared
+// for all others.
 INLINE __m256i halves_of_e4m3(__m128i bytes) {
   const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
   const __m256i carry = _mm256_and_si256(_mm256_add_epi16(x, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
@@ -147,7 +147,7 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
 }
 #endif
 
-// What numbers that are multiplied in registers have to be multiplied by afterwards; `pairs`: as bfloat16.
+// What numbers that are multiplied in registers must be multiplied by afterwards; `pairs`: as bfloat16.
 constexpr float gain([[maybe_unused]] bool pairs, Format f) {
 #if defined(__AVX512VBMI__)
   if (pairs) return gain_of_codes(f);
@@ -156,7 +156,7 @@ constexpr float gain([[maybe_unused]] bool pairs, Format f) {
 }
 
 // `count` vectors of numbers of a row in memory, `first` and those after it; `groups`: of the row. Each vector lies in
-// one group of NVFP4's. Without `exponents` they have to be multiplied by `gain`.
+// one group of NVFP4's. Without `exponents` they must be multiplied by `gain`.
 template <Format F, int count, bool exponents = true>
 INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Floats* out) {
   static_assert(count == 2 || !packed(F) || kDecodesInRegisters);
@@ -208,7 +208,7 @@ INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Flo
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Whether decode takes 64 numbers of packed formats at a time, in an order of their own: `each_of_nibbles`.
+// Whether decode takes 64 numbers of packed formats at a time, in a special order: `each_of_nibbles`.
 constexpr bool kNibbles = true;
 
 // The low and the high bytes of a packed format's numbers as bfloat16, by code, in both halves of a vector.
@@ -357,7 +357,7 @@ template <class Make> auto by_format(Format f, Make make) {
   }
   return make(Of<Format::bf16>{});
 }
-// The same for packed formats alone.
+// The same for packed formats only.
 template <class Make> auto by_packed_format(Format f, Make make) {
   static_assert(packed(Format::int4) && packed(Format::nvfp4));
   switch (f) {

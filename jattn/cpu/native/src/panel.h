@@ -103,7 +103,7 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
   }
 }
 
-// Replaces logits s [count][N] by weights: [count][N] floats, or [count / 2][N] pairs.
+// Replaces logits s [count][N] with weights: [count][N] floats, or [count / 2][N] pairs.
 template <int N, bool Paired, class Prefetch>
 INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, const Keys& keys, int count, Floats* s,
                      const Floats* alpha, const Floats* base, Prefetch prefetch_next) {

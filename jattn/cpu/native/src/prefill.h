@@ -21,13 +21,13 @@ namespace {
 // multiplied.
 constexpr int at_once(int vectors) { return kRegisters == 32 || vectors == 1 ? 8 : vectors == 2 ? 6 : 4; }
 
-// The columns that are left then are multiples of this, since rows of values are padded to a multiple of 2 W.
+// The number of columns left after that is a multiple of this, since rows of values are padded to a multiple of 2 W.
 constexpr int left_at_once(int at_once) { return at_once & -at_once; }
 
-// Keys of a kv tile where memory is the bottleneck: whole sixes if keys are multiplied in sixes.
+// Keys of a kv tile where memory is the bottleneck: a multiple of six if keys are multiplied six at a time.
 constexpr int few_keys(int vectors) { return at_once(vectors) == 6 ? 48 : kFewKeys; }
 
-// After so many steps of a sum, over numbers of a product or over keys, some lines of the next kv tile are prefetched.
+// After this many steps of a sum, over numbers of a product or over keys, lines of the next kv tile are prefetched.
 // With one vector of rows memory is the bottleneck, and a burst of prefetches would stall the core.
 constexpr int steps_between_prefetches(int vectors) { return vectors == 1 ? 8 : 16; }
 constexpr int kNear = 4;      // rows of values that are prefetched into the first-level cache
@@ -59,8 +59,8 @@ template <class E> struct KvTile {
   bool in_tree;
 };
 
-// S = K q of a kv tile: s [keys][N] from q [length][N], numbers or pairs of them. Not inlined, nor is the next: the
-// sums fill the registers, and where others live too, GCC keeps some of them on the stack.
+// S = K q of a kv tile: s [keys][N] from q [length][N], numbers or pairs of them. Neither this nor the next function is
+// inlined: the sums fill the registers, and if other values live too, GCC keeps some of the sums on the stack.
 template <int N, class E, class V>
 NOINLINE void multiply_keys(const KvTile<E>& kv_tile, int count, const V* q, Floats* s, int64_t length,
                             Prefetcher& prefetcher, int64_t lines) {
@@ -108,7 +108,7 @@ NOINLINE void multiply_values(const KvTile<E>& kv_tile, int rows, const V* weigh
   auto columns = [&](auto size) __attribute__((always_inline)) {
     constexpr int MC = decltype(size)::value;
     for (; c + MC <= padded; c += MC) {
-      Floats sum[MC][N] = {};  // over this kv tile alone: long sums lose more digits
+      Floats sum[MC][N] = {};  // over this kv tile only: long sums lose more digits
       Floats* o = all_o + c * N;
       for (int from = 0; from < rows; from += every) {
         prefetcher.prefetch_some(lines);
@@ -203,7 +203,7 @@ void panel_queries(const Problem& p, const Split& split, const Factors& factors,
   }
 }
 
-// Writes what a panel's rows have added up, o [VC][panel.size]. `lines` is scratch [W][VC].
+// Writes the sums of a panel's rows, o [VC][panel.size]. `lines` is scratch [W][VC].
 inline void put_panel(const Problem& p, const Split& split, const Panel& panel, int rows, const Floats* o, int64_t VC,
                       float* lines) {
   for (int n = 0; n < panel.size; ++n) {
@@ -301,7 +301,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
                                     share);
       };
       if (x.size == 2) go(Number<2>{});
-      else if constexpr (kPanel == 3 && W == 16) go(Number<3>{});  // one vector alone goes to vector_rows.h
+      else if constexpr (kPanel == 3 && W == 16) go(Number<3>{});  // a single vector goes to vector_rows.h
       else if (x.size == 1) go(Number<1>{});
       else if constexpr (kPanel == 3) go(Number<3>{});
     }

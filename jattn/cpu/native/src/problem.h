@@ -20,7 +20,7 @@ enum class Per : int64_t { nothing, block, token };
 
 // Whether bfloat16 holds every number of the format exactly, before scales per token or block.
 INLINE constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16; }
-// Of a word: one number, or the codes of two.
+// Bytes of a word, which is one number, or the codes of two.
 INLINE constexpr int64_t bytes_of(Format f) {
   return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
 }
@@ -33,7 +33,7 @@ struct Cache {
   Format format;
   Per per;
   int64_t dim;        // numbers of a row that are used
-  int64_t row_bytes;  // of a row; with keys and values side by side, of the numbers that are used
+  int64_t row_bytes;  // of a row; with keys and values side by side, only of the numbers that are used
   int64_t stride;     // bytes from one row of the pool to the next
   const float* scale;     // per block [N, K] or per token, or null
   const float* zero;      // per token, or null
@@ -56,8 +56,8 @@ struct Problem {
   float* lse;  // [T, H]
   int64_t T, B, H, K, D, V, N, S, M;
   bool nhd;
-  int64_t stored_heads;  // rows of a token: K, or more where an array of both is padded
-  // From so many contiguous bytes of a block on, prefetches of several runs are interleaved: see `kLongRow`.
+  int64_t stored_heads;  // rows of a token: K, or more where an array of keys and values is padded
+  // From this many contiguous bytes of a block on, prefetches of several runs are interleaved: see `kLongRow`.
   int64_t interleaved_run;
   int64_t max_query_len;
   float scale;
@@ -80,7 +80,7 @@ struct Problem {
   int64_t num_selected;
 
   INLINE int64_t group() const { return H / K; }
-  // The pool's row of a block, head and token, and from one token to the next.
+  // The pool's row of a block, head and token, and the step from one token to the next.
   INLINE int64_t row(int64_t block, int64_t head, int64_t token) const {
     return nhd ? (block * S + token) * stored_heads + head : (block * K + head) * S + token;
   }
@@ -112,10 +112,10 @@ struct Progress {
   }
 };
 
-// The splits that one thread takes: those of one work item after another, whose partial results stay in its cache; when
-// every item is begun, splits of others' items. It takes the next split while it works on the last keys of the current
-// one: early enough to prefetch the next one's first keys, and late enough that no split waits for a busy thread while
-// another thread is idle.
+// The splits that one thread takes: those of one work item after another, whose partial results stay in its cache; once
+// every item is begun, splits of other threads' items. It takes the next split while it works on the last keys of the
+// current one: early enough to prefetch the next one's first keys, and late enough that no split waits for a busy
+// thread while another thread is idle.
 class Queue {
  public:
   INLINE Queue(const Split* splits, Progress* items, int count, std::atomic<int>* begun)

@@ -47,7 +47,7 @@ struct AsHalves {  // bfloat16, multiplied as float32
   static constexpr bool paired = false, codes = false;
 };
 
-// Whether the codes come in an order of their own (`packed_pairs`), and whether without their scales.
+// Whether the codes come in a special order (`packed_pairs` or `each_of_nibbles`), and whether without their scales.
 template <class M> constexpr bool packed_codes = false;
 template <Format F> constexpr bool packed_codes<AsCodes<F>> = packed(F);
 template <class M> constexpr bool nibbles = false;
@@ -63,17 +63,17 @@ constexpr int kKvTile = 64;  // keys of a kv tile, at most
 struct SameRow {
   static constexpr bool interleaved = false;
   const char* const* row;
-  int64_t lines;  // of a row, from `offset` on; 0 if there is nothing to prefetch
+  int64_t lines;  // of a row, from `offset` on; 0 to prefetch nothing
   int64_t offset;
 
   INLINE void prefetch_line(int64_t j, int64_t i) const {
     if (i < lines) prefetch(row[j] + offset + i * 64);
   }
-  // How many lines of W rows to prefetch in each of so many steps.
+  // How many lines of W rows to prefetch in each of `steps` steps.
   INLINE int64_t every(int64_t steps) const { return (W * lines + steps - 1) / steps; }
 };
 
-// ... or a few lines with every step, interleaved from several runs. Memory answers sooner, but finding the lines
+// ... or a few lines with every step, interleaved from several runs. Memory responds sooner, but finding the lines
 // takes longer.
 struct InterleavedRuns {
   static constexpr bool interleaved = true;
@@ -83,13 +83,13 @@ struct InterleavedRuns {
   INLINE void prefetch_some() const { prefetcher.prefetch_some(lines); }
 };
 
-// Interleaved lines are prefetched after so many steps, or keys of a vector of columns. On one core of a Zen 3, decode
+// Interleaved lines are prefetched after this many steps, or keys of a vector of columns. On a core of a Zen 3, decode
 // of one to four rows takes 0.8 to 0.98 of the time with every fourth step rather than each.
 template <int R> constexpr int kStepsBetweenPrefetches = kRegisters == 32 ? 1 : R == 1 ? 4 : 8;
 template <int R> INLINE int64_t num_prefetches(int64_t steps) {
   return (steps + kStepsBetweenPrefetches<R> - 1) / kStepsBetweenPrefetches<R>;
 }
-// A loop of its own for the steps between two prefetches: GCC keeps constants in registers there.
+// A separate loop for the steps between two prefetches: GCC keeps constants in registers there.
 template <int R, class One> INLINE void each_step(int64_t count, const InterleavedRuns& next, One one) {
   constexpr int every = kStepsBetweenPrefetches<R>;
   int64_t i = 0;
@@ -107,7 +107,7 @@ template <int R, class One> INLINE void each_step(int64_t count, const Interleav
 constexpr int64_t kNever = INT64_MAX;
 template <int R> constexpr int64_t kLongRow = kRegisters == 16 ? 0 : R == 1 ? 512 : kNever;
 
-// The sums of so many keys with R rows fill the registers. Where many vectors of a key follow each other, each row has
+// The sums of this many keys with R rows fill the registers. If many vectors of a key follow each other, each row has
 // several sums of it, so that they do not wait for one another.
 constexpr int kRoom = kRegisters == 32 ? 16 : 8;
 template <int R, class M> constexpr int chains = nibbles<M> && R < 4 ? 4 / R : 1;

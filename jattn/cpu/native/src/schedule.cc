@@ -2,7 +2,7 @@
 //
 //   for each sequence: NaN if its numbers break a promise, else
 //     work items: some of its tokens x one KV head, with the range of keys they see
-//   split large work items by keys: how, the sequence alone decides, so its result has the same bits in every batch
+//   split large work items by keys: only the sequence decides how, so its result has the same bits in every batch
 //   threads take one work item after another, then help with others' splits; whoever finishes an item's last split
 //   merges them
 //
@@ -135,7 +135,7 @@ struct Job {
   std::unique_ptr<float[]> partials;  // if they are too many for the thread to keep
   std::vector<int32_t> columns;
   std::atomic<int> begun{0}, done{0};  // work items, splits
-  std::atomic<bool> failed{false};     // a thread has no memory for its work: the others stop, too
+  std::atomic<bool> failed{false};     // a thread has no memory for its work, so the others stop
 
   void run(const Kernels& kernels, int i, Queue& queue) {
     kernels.run(p, splits[i], queue);
@@ -207,9 +207,9 @@ struct WorkItem {
   double split_cost;  // what a split of it may cost
 };
 
-// What a split of `item` may cost; neither the other sequences nor the threads decide it. One token's keys are split as
-// if its sequence were alone on a few threads, into parts that a thread takes some tens of microseconds for; a prompt's
-// only if it has few work items. Partial results, which are written and read again, stay a small share.
+// What a split of `item` may cost; it does not depend on other sequences or on threads. One token's keys are split as
+// if its sequence were alone on a few threads, into parts that take a thread some tens of microseconds; a prompt's only
+// if it has few work items. Partial results, which are written and read again, stay a small share.
 double split_cost(const Problem& p, const WorkItem& item, double sequence_cost, size_t num_items) {
   constexpr double kLeast = 256 << 10, kMost = 1024 << 10;
   constexpr size_t kMany = 64;

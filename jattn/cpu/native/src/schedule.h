@@ -37,8 +37,8 @@ class SubnormalsAreZero {
 using Spawn = std::function<void(std::function<void()>)>;
 
 // Does the `count` parts of a job on this thread and on up to `threads - 1` others; returns when all are done. A thread
-// takes part after part in `work`, and a thread that starts too late finds none. Where memory for one more thread is
-// missing, those that are there do its work.
+// takes part after part in `work`, and a thread that starts too late finds none. If there is no memory to start another
+// thread, the others do its work.
 template <class Job> void work_together(const std::shared_ptr<Job>& job, int threads, int count, const Spawn& spawn) {
   if (threads > 1) {
     job->cores.take();
@@ -49,7 +49,7 @@ template <class Job> void work_together(const std::shared_ptr<Job>& job, int thr
         job->work();
       };
       for (int i = 1; i < threads; ++i) spawn(task);
-    } catch (...) {  // as std::bad_alloc: threads that were started must not outlive the call's buffers
+    } catch (...) {  // e.g. std::bad_alloc: threads that were started must not outlive the call's buffers
     }
     std::this_thread::yield();  // lets threads that were woken on this core begin
   }

@@ -39,7 +39,7 @@ inline Range visible(const Problem& p, int64_t q, int64_t seq_len, bool causal, 
   return r;
 }
 
-// A query token in a tree of drafted tokens; `index` is its place among the query tokens of its sequence.
+// A query token in a tree of draft tokens; `index` is its place among the query tokens of its sequence.
 struct Path {
   const uint32_t* mask;  // [words]
   int64_t words, index;
@@ -52,7 +52,7 @@ struct Path {
     const uint32_t until = bits_until(index - 32 * word), before = bits_until(index - 1 - 32 * word);
     return (mask[word] & before) | (until ^ before);
   }
-  // Whether drafted token `key` is on the path; `distance` is how many of the path's tokens follow it.
+  // Whether draft token `key` is on the path; `distance` is how many of the path's tokens follow it.
   bool sees(int64_t key, int64_t* distance) const {
     const int64_t bits = 32 * words;
     bool seen = key < 0 || (key >= bits && key <= index);
@@ -91,7 +91,7 @@ struct Sequence {
   Range sees(int64_t t) const {
     return visible(p, position(t), seq_len, causal, p.visible_end ? p.visible_end[start + t] : 0);
   }
-  // All keys that a token in [t0, t1) may see; those a tree hides included.
+  // All keys that a token in [t0, t1) may see, including those that a tree hides.
   Range hull(int64_t t0, int64_t t1) const {
     if (p.tree) {
       // Whatever its index, a token's position may be as early as the first one's; it sees no token after itself.

@@ -23,12 +23,12 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// The exponents of 2 of logits x, rounded. A logit may be as large as a float can be, and times log2(e) it would be
-// infinite: it counts as the largest one then. Infinities and NaN stay what they are.
+// The exponents of 2 of logits x, rounded. A logit may be as large as a float can be, and would be infinite times
+// log2(e): it then counts as the largest float. Infinities and NaN stay what they are.
 INLINE Floats exponents(Floats x, float power) {
   Floats product = x * power;
 #if defined(__AVX512F__)
-  asm("" : "+v"(product));  // is not fused with what comes after
+  asm("" : "+v"(product));  // must not be fused with what follows
 #elif defined(__x86_64__)
   asm("" : "+x"(product));
 #else
@@ -40,8 +40,8 @@ INLINE Floats exponents(Floats x, float power) {
 }
 INLINE float exponent(float x, float power) { return exponents(splat(x), power)[0]; }
 
-// Exponents beyond this are rounded before the maximum, which is rounded too, is subtracted: fused with the subtraction
-// they keep an error of 2^-25, more than an exponent may have.
+// Exponents beyond this are rounded before the maximum, which is also rounded, is subtracted: fused with the
+// subtraction they would keep an error of 2^-25, more than an exponent may have.
 constexpr float kFar = 1 << 24;
 
 // 2^t for t up to about 0, at most 64; 0 from -151 down, NaN if t is NaN. `Rough`: to 2e-7, for weights that will be

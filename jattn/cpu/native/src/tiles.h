@@ -1,7 +1,7 @@
-// Rows by the matrix unit: decode of two and more rows, and prefill, in bfloat16.
+// Rows on the matrix unit: decode of two and more rows, and prefill, in bfloat16.
 //
 //   for each kv tile, prefetching the next one meanwhile:
-//     with several panels: make K bfloat16 unless it is, and V pairs of keys
+//     with several panels: convert K to bfloat16 unless it is, and V to pairs of keys
 //     for each panel of one or two vectors of rows:
 //       S = K q                        [keys][rows], the rows in the lanes
 //       what panel.h says: P, a        then transpose P: [rows][keys]
@@ -107,7 +107,7 @@ inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
   return true;
 }
 
-// How many lines of the next kv tile each step of the work on this one prefetches, by the time that the step takes.
+// How many lines of the next kv tile each step of the work on this one prefetches, in proportion to the step's time.
 struct Pace {
   int64_t keys, dots, weights, values, columns;
 
@@ -197,7 +197,7 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
   }
 }
 
-// Writes what a panel's rows have added up, o [panel.size][tiles] tiles. `line` is scratch for a row.
+// Writes the sums of a panel's rows, o [panel.size][tiles] tiles. `line` is scratch for a row.
 inline void put_tiles(const Problem& p, const Split& split, const Panel& panel, int rows, const char* o, int64_t tiles,
                       float* line) {
   for (int n = 0; n < panel.size; ++n)

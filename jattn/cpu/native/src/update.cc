@@ -1,7 +1,7 @@
 // Writes new tokens, shared among threads.
 //
-//   divide the tokens into ranges, with scales per block of whole blocks and, if those are few, of some heads; where a
-//   slot or such a block comes back, divide slots or blocks by a hash
+//   divide the tokens into ranges, with scales per block of whole blocks and, if those are few, of some heads; if a
+//   slot or such a block appears again, divide slots or blocks by a hash
 //   threads take parts and write the rows of each (encode.h: each_row)
 //
 // So no two threads write the same row, and results do not depend on the number of threads. The calling thread works
@@ -54,7 +54,7 @@ class Seen {
     while (int64_t{1} << (32 - shift_) < 2 * count) --shift_;
     table_.resize(size_t{1} << (32 - shift_));
   }
-  // Adds bits to those of a number; false if one of them is there already.
+  // Adds bits to those of a number; false if one of them is already set.
   bool add(int64_t number, uint64_t bits) {
     size_t at = uint32_t(number) * 2654435769u >> shift_;
     while (table_[at].bits && table_[at].number != number) at = (at + 1) % table_.size();

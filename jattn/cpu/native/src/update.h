@@ -29,8 +29,8 @@ struct Update {
   int caches;
   Written cache[2];
   // Set by `write_rows`.
-  bool distinct;  // no slot of the pool comes twice
-  int64_t runs;   // of tokens in one block, if no block comes back after another; else 0
+  bool distinct;  // no slot of the pool appears twice
+  int64_t runs;   // of tokens in one block, if no block appears again after another; else 0
 
   // The pool's row of a block, head and token.
   int64_t row(int64_t block, int64_t head, int64_t token) const {

@@ -1,15 +1,16 @@
 // One vector of rows, 9 to 16, with AVX-512: decode with large groups and of latent caches.
 //
-//   q: 16 bytes of four rows to a vector, so that 16 bytes of a key meet them all
+//   q: 16 bytes of four rows to a vector, so that 16 bytes of a key are multiplied by them all
 //   for each kv tile, prefetching the next one meanwhile:
-//     decode K and V into scratch unless they are stored as multiplied: pairs of bfloat16, or float32
+//     decode K and V into scratch unless they are stored as they are multiplied: pairs of bfloat16, or float32
 //     S = K q, four keys at a time           the rows in the lanes
 //     what panel.h says: P, a
 //     O = a O + P V, eight rows at a time    the columns in the lanes
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //
-// A register of keys meets four of queries, and one of weights two of values. Numbers that are broadcast to 16 rows, as
-// prefill.h has it for more of them, would be read from memory for each product. Scratch belongs to the thread.
+// A register of keys is multiplied by four of queries, and one of weights by two of values. Numbers that are broadcast
+// to 16 rows, as prefill.h does for more rows, would be read from memory for each product. Scratch belongs to the
+// thread.
 #pragma once
 #include "prefill.h"
 
@@ -19,7 +20,7 @@ namespace {
 
 constexpr int kQuad = 4;  // keys at a time, and vectors of queries: 4 x 4 sums
 
-// After so many steps of either product some lines of the next kv tile are prefetched.
+// After this many steps of either product, some lines of the next kv tile are prefetched.
 constexpr int kQuadSteps = 8;
 
 // S = K q: row i of the queries is quarter i / 4 of vector i % 4 in each of `steps`.

@@ -46,7 +46,7 @@ typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 #define UNROLL _Pragma("GCC unroll 16")
-// Keeps a vector in a register, where the compiler would read it from memory again and again.
+// Keeps a vector in a register that the compiler would otherwise read from memory again and again.
 #if defined(JATTN_X86)
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
 #else
@@ -287,7 +287,7 @@ INLINE void interleave(Floats a, Floats b, Floats* first, Floats* last) {
 #endif
 }
 
-// Transposes 4 x 4 numbers, between rows that are so many numbers apart.
+// Transposes 4 x 4 numbers, between rows that are `apart` and `to_apart` numbers apart.
 INLINE void transpose(const float* from, int64_t apart, float* to, int64_t to_apart) {
   const Quad a = read<Quad>(from), b = read<Quad>(from + apart);
   const Quad c = read<Quad>(from + 2 * apart), d = read<Quad>(from + 3 * apart);
