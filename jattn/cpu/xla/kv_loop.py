@@ -157,8 +157,8 @@ def _step(loop: _Loop, token: jax.Array, masked: bool, state: softmax.Partial) -
 def _read(loop: _Loop, place: pool.Place) -> tuple[_Tile, _Tile]:
     """Read the keys and the values at a place.
 
-    Logits and weights are multiplied by the tokens' scales: rows of C, not tiles of C x D. The same
-    holds for zero points.
+    Scales and zero points of tokens are applied to logits and weights: rows of C, not tiles of
+    C x D.
     """
 
     def read(source: pool.Source, from_bytes: bool) -> _Tile:

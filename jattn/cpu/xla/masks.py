@@ -14,7 +14,7 @@ from jattn.cpu.xla.work_items import QueryRows, WorkItems, key_positions
 
 
 def seen(items: WorkItems, k_pos: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which rows see the keys at `k_pos`, and where these are: [P, R, C], [P, R or 1, C]."""
+    """`(bool [P, R, C], positions [P, R or 1, C])`: whether rows see the keys at `k_pos`."""
     rows, keys = items.rows, k_pos[:, None, :]
     queries, seq_len = rows.positions[:, :, None], items.seq_len[:, None, None]
     if rows.path is None or rows.query_index is None:
@@ -48,7 +48,7 @@ def sees_whole(items: WorkItems, token: jax.Array, count: int, call: calls.Call)
 def position_bias(
     table: jax.Array, items: WorkItems, keys: jax.Array, call: calls.Call
 ) -> jax.Array:
-    """float32 [P, K, R, C]: what the table [H, 2 E + 1] adds where rows meet `keys` [P, R or 1, C].
+    """float32 [P, K, R, C]: what the table [H, 2 E + 1] adds for rows and `keys` [P, R or 1, C].
 
     In a tree, and with selected blocks, every distance is looked up, once per query token and key
     for all heads: the table is transposed to have heads last.

@@ -51,7 +51,7 @@ class KVTile:
 
     @classmethod
     def of(cls, block_size: int, target: int) -> KVTile:
-        """Return a tile of about `target` tokens, a power of two, that blocks divide into.
+        """Return a tile of about `target` tokens, a power of two, in whole kernel blocks.
 
         Exactly `target` for block sizes that are powers of two or multiples of 8. So blocks of 528
         tokens are read in the same tiles as their 33 kernel blocks of 16, and give the same bits.

@@ -367,8 +367,8 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     """Whether the prefill kernel has a separate loop for keys that every row sees.
 
     Above 256 columns, and above 128 where words are widened, three loops spill what one keeps. With
-    a window or a chunk, whose edges are most of it, so they do above 64 where words are widened,
-    and on sm_80 at 64 where they are not.
+    a window or a chunk, whose edges are most of the work, they also do above 64 where words are
+    widened, and on sm_80 at 64 where they are not.
     """
     width = _width(call)
     if operands_of(call, gpu) in _CODES or call.num_selected:

@@ -342,7 +342,7 @@ INLINE void group_maxima(const Line& x, float* most) {
 // Writes row `row` of the pool from the numbers of `x`, which are divided by their head's scale. `sizes` is scratch.
 template <Format F> void store_row(const Written& cache, int64_t row, float block_scale, const Line& x, float* sizes) {
   char* out = cache.words + row * cache.row_bytes;
-  // Not needed if the scale is chosen from this row alone: a number beyond the limit is then the largest word anyway.
+  // Not needed if only this row sets the scale: a number beyond the limit is then the largest word anyway.
   const auto limited = [&](int64_t i) { return clip(x[i], -kLimit, kLimit); };
   if constexpr (F == Format::nvfp4) {
     const int64_t groups = cache.dim / 16;

@@ -42,7 +42,7 @@ INLINE Floats of_f16(Halves x) {
 // Whether words of every format become float32 fast enough to do it where they are multiplied.
 constexpr bool kDecodesInRegisters = true;
 
-// e4m3 as float16 times 2^-8: the bits are the same but for another bias, from bit 7 on. The sign fills two bits at
+// e4m3 as float16 times 2^-8: the bits are the same except for the bias, from bit 7 on. The sign fills two bits at
 // first. Adding 1 to the significand carries into the lower one only for NaN, for which it is then set; it is cleared
 // for all others.
 INLINE __m256i halves_of_e4m3(__m128i bytes) {

@@ -5,7 +5,7 @@
 //   for each kv tile, prefetching the next one meanwhile:
 //     V as pairs of keys (bfloat16), or in place (float32)
 //     for each panel of up to three vectors of rows (two on 64-bit ARM):
-//       S = K q, 4 to 8 keys at a time       then what panel.h says: P, a
+//       S = K q, 4 to 8 keys at a time       then, as in panel.h, P and a
 //       O = a O + V^T P, 4 to 8 columns at a time
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //

@@ -41,7 +41,7 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 #if defined(JATTN_X86)
 // What the processor has and the system saves between threads. Read by cpuid, because `__builtin_cpu_supports` needs
-// a library of the compiler that not every compiler brings.
+// a runtime library that not every compiler ships.
 struct Features {
   bool avx2 = false, avx512 = false, bf16 = false, tiles = false, intersect = false;
 

@@ -4,7 +4,7 @@
 //     with several panels: convert K to bfloat16 unless it is, and V to pairs of keys
 //     for each panel of one or two vectors of rows:
 //       S = K q                        [keys][rows], the rows in the lanes
-//       what panel.h says: P, a        then transpose P: [rows][keys]
+//       as in panel.h, P and a         then transpose P: [rows][keys]
 //       O = a O + P V                  [rows][columns]
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //

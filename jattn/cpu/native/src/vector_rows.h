@@ -4,7 +4,7 @@
 //   for each kv tile, prefetching the next one meanwhile:
 //     decode K and V into scratch unless they are stored as they are multiplied: pairs of bfloat16, or float32
 //     S = K q, four keys at a time           the rows in the lanes
-//     what panel.h says: P, a
+//     as in panel.h, P and a
 //     O = a O + P V, eight rows at a time    the columns in the lanes
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //

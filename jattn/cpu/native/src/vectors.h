@@ -186,7 +186,7 @@ INLINE void pairs_in_order(const void* a, const void* b, Words* first, Words* se
 #endif
 }
 #if defined(__AVX512F__)
-// Of four vectors the sums of each quarter: lane 4 i + n is that of quarter i of vector n.
+// The sums of each quarter of four vectors: lane 4 i + n has that of quarter i of vector n.
 INLINE Floats sums_of_quarters(const Floats* x) {
   auto halves = [&](int n) __attribute__((always_inline)) {
     const __m512 a = (__m512)x[n], b = (__m512)x[n + 1];

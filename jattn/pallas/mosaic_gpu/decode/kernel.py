@@ -1,7 +1,7 @@
 r"""Decode on Mosaic GPU: sequences with 1 to 8 query tokens, bound by reading K and V.
 
 For a block of R rows (query token, head of the group) of one sequence and one KV head, over tiles
-of 64 keys, with queries as columns ("swap-AB": the 64 rows that `wgmma` wants are keys, of which
+of 64 keys, with queries as columns ("swap-AB": the 64 rows that `wgmma` needs are keys, of which
 there are many, and not queries, of which there are few),
 
     S^T = K Q^T                      [64, R]

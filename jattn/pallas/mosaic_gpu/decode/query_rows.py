@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def stay_in_place(self) -> bool:
-        """Whether the merge can write rows to the call's result: no column of V comes twice."""
+        """Whether the merge can write rows to the call's result: no column of V is stored twice."""
         call = self.call
         whole = call.group % scratch.COPIED_ROWS == 0
         return whole and self.tiles.stored_rows == call.value_dim

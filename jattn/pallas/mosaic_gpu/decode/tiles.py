@@ -102,7 +102,7 @@ class DecodeTiles:
         whole = self.chunk // least * least
         windows = [(0, whole)]
         if whole < self.chunk:
-            # The last columns, some of them a second time: `wgmma` has no fewer rows.
+            # The last columns, some of them a second time: `wgmma` takes no fewer rows.
             windows.append((self.chunk - least, least))
         found, place = [], 0
         for c in range(self.value_chunks):
@@ -113,7 +113,7 @@ class DecodeTiles:
 
     @property
     def stored_rows(self) -> int:
-        """Rows of O^T as stored, those that come twice included."""
+        """Rows of O^T as stored, including those that come twice."""
         return self.parts[-1].place + self.parts[-1].rows
 
     @property

@@ -183,7 +183,7 @@ class Fetch:
 
     @classmethod
     def of(cls, block: Block) -> Fetch:
-        """The copies that a block's work asks for."""
+        """Return the copies that a block's work needs."""
         return cls(
             block.call,
             block.tiles,
