@@ -38,7 +38,7 @@ def format_code(format: formats.Format) -> int:
 @gradient.differentiable
 @batching.one_by_one
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """Return `(out [T, H, V], lse [T, H] float32)`; gradients are the XLA path's."""
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
     given = dict[str, jax.Array | None]()
     for name, x in operands._asdict().items():

@@ -47,7 +47,7 @@ def filled(shape: Shape, value: float, layout: Any) -> jax.Array:
 
 
 def nan_where(condition: jax.Array) -> jax.Array:
-    """float32 []: NaN or 0, to add to what shall be NaN."""
+    """float32 []: NaN if the condition holds, else 0; adding it makes results NaN."""
     return jnp.where(condition, jnp.float32(jnp.nan), jnp.float32(0))
 
 

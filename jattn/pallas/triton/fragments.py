@@ -241,10 +241,9 @@ def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
 
 @triton.jit
 def row_exponent(x0, x1, D1: tl.constexpr):
-    """Per row of float32 [rows, D0] and [rows, D1], the power of two at or below its maximum.
+    """Per row of float32 [rows, D0] and [rows, D1], its largest number's power of two.
 
-    The maximum is of magnitudes. Divided by it, rows fit float16's range and lose nothing that
-    counts.
+    Divided by it, rows fit float16's range and lose nothing that counts.
     """
     top = tl.max(tl.abs(x0), axis=1)
     if D1 > 0:

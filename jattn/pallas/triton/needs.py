@@ -50,7 +50,7 @@ def installed_lack() -> tuple[str, ...]:
 def packages_lack(
     jax_triton: str | None, triton: str | None, plugin: str | None
 ) -> tuple[str, ...]:
-    """Return problems with the versions, None for a package that is not installed."""
+    """Return problems with the installed versions; a version is None if it is not installed."""
     extra = "cuda12" if plugin is None else "cuda13"
     if jax_triton is None:
         return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
@@ -71,7 +71,7 @@ def packages_lack(
 
 
 def codes_of(format: formats.Format, sm: int) -> str:
-    """Return the CODES of a format's words in `pools.numbers_of`; "" for numbers as Triton has."""
+    """The CODES of a format's words in `pools.numbers_of`; "" for numbers in Triton's dtype."""
     is_e4m3 = format.triton_dtype == "float8e4nv"
     return "e4m3" if is_e4m3 and sm < E4M3_SM else format.triton_codes
 

@@ -32,7 +32,7 @@ class Pool(NamedTuple):
     k: Stored
     v: Stored
     table: Any
-    columns: Any  # if C.SELECTED, each one's column in the whole table
+    columns: Any  # if C.SELECTED, where in the whole table each of `table`'s columns is
     num_blocks: Any
 
 

@@ -113,7 +113,7 @@ def prefill(
     out_ptr, lse_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one KV head, if its sequence has more query tokens than MAX_QUERIES.
+    """One tile of rows of one KV head, of padding or a sequence of more than MAX_QUERIES tokens.
 
     Grid: (tile numbers, K). `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of
     other sequences do not change.
