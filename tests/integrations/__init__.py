@@ -1,1 +1,1 @@
-"""Adapters for serving stacks, with the real hosts where they are installed."""
+"""Tests of the adapters for serving stacks, and of the real hosts if they are installed."""

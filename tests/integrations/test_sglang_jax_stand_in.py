@@ -1,6 +1,6 @@
-"""jattn in sglang-jax: what is ours, with a stand-in for the host.
+"""jattn in sglang-jax: our part, called directly.
 
-`tests/integrations/test_sglang_jax.py` runs the real one.
+`tests/integrations/test_sglang_jax.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jattn.integrations import sglang_jax
 
 N, S, K, G, D = 9, 4, 2, 2, 16  # pages, their tokens, KV heads, queries per KV head, head size
 QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 11]
-TOKENS, ROWS = 12, 4  # of the bucket: more than the step has
+TOKENS, ROWS = 12, 4  # the padded sizes: more than the step needs
 
 
 def step(seed: int) -> tuple[dict[str, jax.Array], jattn.AttentionMetadata]:
-    """A step as the host describes it, and as jattn does; unowned slots hold NaN."""
+    """Return a step as the host describes it, and as jattn does; unowned slots hold NaN."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -83,7 +83,7 @@ def test_a_layer_writes_and_attends(name):
 
 
 def test_a_layer_of_latents_writes_and_attends():
-    """Latents of 16 numbers, whose rotated part has 8, each up to 128 in the cache."""
+    """Latents of 16 numbers with a rotated part of 8, each padded to 128 in the cache."""
     given, batch = step(1)
     rng = np.random.default_rng(2)
 
@@ -123,7 +123,7 @@ def test_a_layer_of_latents_writes_and_attends():
     [2, *(pytest.param(first, marks=pytest.mark.extended) for first in (None, 0))],
 )
 def test_experts_multiply_their_own_rows(first):
-    """This device has two experts, from `first` on; rows of others' are zeros."""
+    """This device has two experts, starting at `first`; rows of other experts are zeros."""
     rng = np.random.default_rng(0)
     sizes = np.array([3, 0, 5, 1])
     rows, weights = rng.normal(size=(11, 8)), rng.normal(size=(2, 8, 6))
@@ -162,7 +162,7 @@ def test_a_window_without_a_causal_mask_is_refused_by_name():
 
 
 def test_rows_without_a_slot_are_written_nowhere():
-    """What drafts of blocks keep of the model's hidden states; bfloat16 pairs go side by side."""
+    """DFLASH writes keys and values made of hidden states this way; bfloat16 comes in pairs."""
     rng = np.random.default_rng(4)
     rows = jnp.asarray(rng.normal(size=(4, 1, K, 2, D)), jnp.bfloat16)
     pool = np.full((N, S, K, 2, D), np.nan, np.float32)
@@ -180,9 +180,9 @@ def test_rows_without_a_slot_are_written_nowhere():
 
 
 def recurrence(lens: list[int], delta: bool) -> tuple[dict[str, np.ndarray], list]:
-    """Rows of sequences of these lengths for linear attention, and its results in float64.
+    """Return rows of sequences of these lengths for linear attention, and its float64 results.
 
-    The results are those of each sequence alone: what its tokens read, and its last state.
+    Each sequence has its own result: what its tokens read, and its last state.
     """
     rng, (heads, keys, dim) = np.random.default_rng(3), (2, 4, 3)
     count = sum(lens)
@@ -248,7 +248,7 @@ def test_linear_attention_goes_token_by_token(delta):
 
 
 def test_a_token_of_lightning_attention_updates_its_slot():
-    """Rows of padding have slot 0, and new sequences begin with zeros whatever their slot holds."""
+    """Padding rows have slot 0, and new sequences start from zeros, whatever their slot holds."""
     given, want = recurrence([1, 1], False)
     pool = np.full((5, 2, 4, 3), np.nan, np.float32)
     pool[0], pool[3] = 0, given["states"][0]

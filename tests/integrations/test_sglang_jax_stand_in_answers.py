@@ -1,6 +1,6 @@
-"""What jattn mends of sglang-jax's answers, with a stand-in for the host.
+"""What jattn fixes in the outputs of sglang-jax, with a stand-in for the host.
 
-`tests/integrations/test_sglang_jax_requests.py` asks the real one.
+`tests/integrations/test_sglang_jax_requests.py` sends requests to the real host.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.support.stand_in_sglang_answers import received
 host = stand_in_sglang.host  # the fixture
 
 
-def test_frequencies_are_scaled_as_llama_3_has_them(host):
-    """Those of few turns in the original length are divided, those of many are not."""
+def test_rotary_frequencies_are_scaled_as_in_llama_3(host):
+    """Frequencies with few turns in the original length are divided; those with many are not."""
     sglang_jax.install()
     plain = (10000.0 ** -(np.arange(32) / 32)).astype(np.float32)
     found = host.embeddings.Llama3RotaryEmbedding(8.0, 1.0, 4.0, 64)._inv_freq_np
@@ -36,7 +36,7 @@ def test_frequencies_are_scaled_as_llama_3_has_them(host):
 
 
 def requests(host, *kinds, **changes):
-    """Requests that ask for log-probabilities of prompts (p) or of answers alone (a), or none."""
+    """Make requests that ask for prompt (p) or only output (a) log-probabilities, or none (n)."""
     return [
         host.batch.Req(
             rid=f"{kind}{i}",
@@ -67,7 +67,7 @@ def test_each_request_is_sent_its_own_logprobs_once(host):
     assert sender.sent[2] == (False, False, [[]])
 
 
-def test_an_answer_of_no_tokens_has_no_logprobs(host):
+def test_an_empty_output_has_no_logprobs(host):
     sglang_jax.install()
     sender = host.processor.SchedulerOutputProcessorMixin()
     asked = requests(host, "p", finished_len=0)
@@ -76,7 +76,7 @@ def test_an_answer_of_no_tokens_has_no_logprobs(host):
 
 
 def test_batches_know_what_their_requests_ask_for(host):
-    """After requests that asked have ended, and others have come."""
+    """This holds after requests that asked have ended, and others have joined."""
     sglang_jax.install()
     make = host.batch.ScheduleBatch
     asks, plain, late = (requests(host, kind)[0] for kind in "pnn")
@@ -94,8 +94,8 @@ def test_batches_know_what_their_requests_ask_for(host):
 
 
 @pytest.mark.parametrize(("kinds", "want"), [("an", True), ("nn", False), ("pa", True)])
-def test_logprobs_of_answers_are_computed_where_one_asks(host, kinds, want):
-    """In the host all requests have to."""
+def test_output_logprobs_are_computed_if_any_request_asks(host, kinds, want):
+    """The unpatched host computes them only if all requests ask."""
     sglang_jax.install()
     batch = host.batch.ScheduleBatch.init_new([requests(host, *kinds), []])
     assert batch.return_output_logprob_only == want
@@ -104,8 +104,8 @@ def test_logprobs_of_answers_are_computed_where_one_asks(host, kinds, want):
 
 
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_rows_of_those_who_do_not_ask_are_left_out(host, is_padded):
-    """Two devices; one request has begun again elsewhere, and one has rows from its third on."""
+def test_rows_of_requests_that_do_not_ask_are_left_out(host, is_padded):
+    """On two devices; one request is retracted, and one asks for rows from its third token on."""
     sglang_jax.install()
     batch = host.batch.ScheduleBatch(requests(host, "n", "p", "p"), requests(host, "p", "a"))
     first, second = batch.reqs_info
@@ -123,7 +123,7 @@ def test_rows_of_those_who_do_not_ask_are_left_out(host, is_padded):
     assert host.processor._input_logprob_lens_per_dp(batch) is None
 
 
-def test_openais_lists_of_likely_tokens_are_there_and_in_order(host):
+def test_lists_of_top_tokens_for_openai_clients_are_present_and_in_order(host):
     sglang_jax.install()
     found: dict = {}
     host.TokenizerManager(host.ServerArgs()).convert_logprob_style(found, None)
@@ -131,8 +131,8 @@ def test_openais_lists_of_likely_tokens_are_there_and_in_order(host):
     assert host.Chat()._process_logprobs_tokens(None, use_token_index=False) is True
 
 
-def test_requests_that_the_scheduler_refuses_need_no_room(host):
-    """Nor do they need a length."""
+def test_requests_that_the_scheduler_refuses_wait_for_no_room(host):
+    """They also need no length limit."""
     sglang_jax.install()
     request = host.batch.Req(limit=None)
     request.set_finish_with_abort("too long")
@@ -145,39 +145,39 @@ def test_requests_that_are_aborted_in_the_queue_are_forgotten(host):
     sglang_jax.install()
     manager = host.TokenizerManager(host.ServerArgs())
     state = manager.rid_to_state["a"] = SimpleNamespace(finished=False)
-    for _ in range(2):  # the second time, its client has gone
+    for _ in range(2):  # the second time, its client is gone
         manager._handle_abort_req(SimpleNamespace(rid="a"))
     assert state.finished
     assert manager.told == [state]
     assert not manager.rid_to_state
 
 
-ENDS = {  # tokens so far, those of this step, the limit, and the answer with its reason
+ENDS = {  # tokens so far, how many are new, the limit, the output, and the reason why it ends
     "in time": ([1, 2, 3], 1, 8, [1, 2, 3], None),
     "at the limit": ([1, 2, 3], 1, 3, [1, 2, 3], "length"),
     "past it": ([1, 2, 3, 4], 3, 2, [1, 2], "length"),
-    "by a token that ends it": ([1, 2, 7, 4], 3, 8, [1, 2, 7], 7),
-    "by such a token before the limit": ([1, 7, 3, 4], 3, 3, [1, 7], 7),
-    "by such a token, as the limit is reached": ([1, 7, 3], 2, 3, [1, 7], 7),
-    "before such a token": ([1, 2, 3, 7], 3, 2, [1, 2], "length"),
-    "before it has begun": ([7], 1, 0, [], "length"),
+    "with a stop token": ([1, 2, 7, 4], 3, 8, [1, 2, 7], 7),
+    "with a stop token before the limit": ([1, 7, 3, 4], 3, 3, [1, 7], 7),
+    "with a stop token, in the step that passes the limit": ([1, 7, 3], 2, 3, [1, 7], 7),
+    "before a stop token": ([1, 2, 3, 7], 3, 2, [1, 2], "length"),
+    "before it starts": ([7], 1, 0, [], "length"),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_answers_end_where_they_should(host, name):
+def test_outputs_end_where_they_should(host, name):
     tokens, new, limit, answer, reason = ENDS[name]
     sglang_jax.install()
     request = host.batch.Req(tokens=tokens, limit=limit, stop_tokens=(7,))
     request.check_finished(new)
     assert (request.answer, request.finished_reason) == (answer, reason)
-    assert request.output_ids == tokens  # which have pages
+    assert request.output_ids == tokens  # all tokens have slots in pages
     request.check_finished(new)
     assert (request.answer, request.finished_reason) == (answer, reason)
 
 
-def test_an_answer_ends_with_a_token_that_its_request_has_named(host):
-    """With `ignore_eos` not with others, which the host takes for all."""
+def test_an_output_ends_with_a_stop_token_that_its_request_names(host):
+    """With `ignore_eos` only by those, while the unpatched host ignores them too."""
     sglang_jax.install()
     named = {"ignore_eos": True, "stop_token_ids": {9}}
     for tokens, answer in (([1, 7, 9, 4], [1, 7, 9]), ([1, 7, 4], [1, 7, 4])):
@@ -206,15 +206,15 @@ def test_characters_are_sent_whole_and_their_tokens_once(host):
     assert not manager.decode_status
 
 
-def test_what_a_text_ends_with_is_sent_as_it_is(host):
-    """Half a character at the end of an answer stays one."""
+def test_an_incomplete_character_at_the_end_is_sent(host):
+    """An output may end in the middle of a character."""
     sglang_jax.install()
     manager = host.detokenizer.DetokenizerManager(host.detokenizer)
     sent = manager.handle_batch_token_id_out(received(a=(SMILE[:2], {"type": "length"}, True)))
     assert sent.output_strs == ["\ufffd"]
 
 
-def test_requests_are_decoded_by_their_own_settings(host):
+def test_each_request_is_detokenized_with_its_own_settings(host):
     sglang_jax.install()
     manager = host.detokenizer.DetokenizerManager(host.detokenizer)
     given = received(
@@ -231,7 +231,7 @@ def test_requests_are_decoded_by_their_own_settings(host):
     assert manager.calls[2:] == [["d", "e"]]
 
 
-def test_a_stop_token_of_number_0_is_cut(host):
+def test_a_stop_token_with_id_0_is_cut(host):
     sglang_jax.install()
     manager = host.detokenizer.DetokenizerManager(host.detokenizer)
     reason = {"type": "stop", "matched": 0}
@@ -240,8 +240,8 @@ def test_a_stop_token_of_number_0_is_cut(host):
     assert manager.trim_matched_stop([5, 0], None, False) == [5, 0]
 
 
-def test_the_detokenizers_process_has_it_too(host):
-    """Spawned, it knows a function by its module and name alone."""
+def test_the_detokenizers_process_has_the_fixes_too(host):
+    """A spawned process finds a function by its module and name."""
     sglang_jax.install()
     run = pickle.loads(pickle.dumps(host.engine.run_detokenizer_process))
     manager = host.detokenizer.DetokenizerManager
@@ -257,7 +257,7 @@ def test_the_detokenizers_process_has_it_too(host):
     assert seen == [(("arguments", "ports"), True)]
 
 
-def test_a_name_that_is_taken_is_refused(host):
+def test_a_request_id_in_use_is_refused(host):
     sglang_jax.install()
     manager = host.TokenizerManager(host.ServerArgs())
     manager.rid_to_state["a"] = "state"
@@ -275,21 +275,21 @@ def test_requests_of_a_batch_keep_their_key(host):
 
 
 @pytest.mark.parametrize("name", sglang_jax.requests.UNSERVED)
-def test_what_the_scheduler_has_not_is_refused(host, name):
+def test_calls_that_the_scheduler_does_not_implement_are_refused(host, name):
     sglang_jax.install()
     manager = host.TokenizerManager(host.ServerArgs())
     with pytest.raises(ValueError, match=f"/{name}: called, but must not be"):
         asyncio.run(getattr(manager, name)("request", None))
 
 
-def test_as_many_requests_run_as_are_compiled_for(host):
+def test_no_more_requests_run_than_are_compiled_for(host):
     sglang_jax.install()
     few, many = host.tp_worker.ModelWorker(8, 64), host.tp_worker.ModelWorker(100, 64)
     assert (few.get_max_padded_size(), few.max_running_requests) == ((8, 64), 8)
     assert (many.get_max_padded_size(), many.max_running_requests) == ((64, 64), 64)
 
 
-def test_answers_that_begin_again_are_counted(host):
+def test_penalties_count_the_output_of_requests_that_start_again(host):
     sglang_jax.install()
     info = SimpleNamespace(reqs=[host.batch.Req(tokens=(3, 5, 3)), host.batch.Req()])
     made = host.sampling_info.SamplingBatchInfo.from_schedule_batch(info, 8)
@@ -311,7 +311,7 @@ def test_a_pause_waits_for_requests_whose_prompts_were_just_computed(host):
         for is_extend in (True, False)
     )
     scheduler = host.scheduler.Scheduler()
-    steps = [  # what was computed last, what the scheduler is sent, and what it does
+    steps = [  # the last batch, what the scheduler is sent, and what it does
         (prefill, ["retract"], []),
         (prefill, [], []),
         (decode, [], ["retract"]),
@@ -342,7 +342,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_of_which_a_part_is_left_out_are_refused(host, name):
+def test_adapters_that_would_be_loaded_in_part_are_refused(host, name):
     sglang_jax.install()
     plain = dict.fromkeys(ADAPTERS) | {"use_rslora": False, "bias": "none", "rank_pattern": {}}
     host.lora.LoRAConfig(plain)
@@ -351,7 +351,7 @@ def test_adapters_of_which_a_part_is_left_out_are_refused(host, name):
         host.lora.LoRAConfig({**plain, name: ADAPTERS[name]})
 
 
-def test_sizes_of_batches_are_whole_on_each_device(host):
+def test_batch_sizes_are_divisible_by_the_devices(host):
     sglang_jax.install()
     make = host.compilation.CompilationManager
     assert make(3, 9)._compute_bs_buckets(None) == [9]
@@ -360,7 +360,7 @@ def test_sizes_of_batches_are_whole_on_each_device(host):
 
 
 def test_checkpoints_without_a_weight_of_a_layer_are_refused(host):
-    """Others may be of no use to the model, as those of a layer that it has not."""
+    """Other missing weights may be unused, like those of a layer that the model does not have."""
     sglang_jax.install()
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
     load = host.weights.WeightLoader().load_weights_from_safetensors
@@ -370,11 +370,11 @@ def test_checkpoints_without_a_weight_of_a_layer_are_refused(host):
         load(names, names[:1])
 
 
-WINDOWS = {  # of a runner, whose windows need 64 tokens and chunks as many; whether it has room
+WINDOWS = {  # settings of a runner whose windows and chunks take 64 tokens each; is there room?
     "enough": ({"swa_max_total_num_tokens": 144}, True),
     "one page too few": ({"swa_max_total_num_tokens": 128}, False),
     "two devices": ({"swa_max_total_num_tokens": 288, "dp_size": 2}, True),
-    "two devices, of too few": ({"swa_max_total_num_tokens": 256, "dp_size": 2}, False),
+    "two devices, a page too few on each": ({"swa_max_total_num_tokens": 256, "dp_size": 2}, False),
     "longer chunks": (
         {"swa_max_total_num_tokens": 176, "chunked_prefill_size": 112, "context_len": 256},
         False,
@@ -384,12 +384,12 @@ WINDOWS = {  # of a runner, whose windows need 64 tokens and chunks as many; whe
         {"swa_max_total_num_tokens": 80, "chunked_prefill_size": -1, "context_len": 32},
         True,
     ),
-    "drafts": ({"swa_max_total_num_tokens": 0, "is_draft_worker": True}, True),
+    "a draft model": ({"swa_max_total_num_tokens": 0, "is_draft_worker": True}, True),
 }
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_pools_of_windows_have_room_for_a_request(host, name):
+def test_pools_of_layers_with_windows_have_room_for_a_request(host, name):
     changes, is_enough = WINDOWS[name]
     sglang_jax.install()
     runner = host.ModelRunner(**changes)

@@ -1,6 +1,6 @@
 """Requests that jattn refuses for sglang-jax, and how others are sampled, with a stand-in.
 
-`tests/integrations/test_sglang_jax_batches.py` asks the real host.
+`tests/integrations/test_sglang_jax_batches.py` sends requests to the real host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ host = stand_in_sglang.host  # the fixture
 
 
 DRAFTS = {"speculative_algorithm": "EAGLE3"}
-REQUESTS = {  # fields of a request, the engine's settings, and what the request is told
-    "log-probabilities of drafts": (
+REQUESTS = {  # fields of a request, the engine's settings, and the error
+    "log-probabilities with speculative decoding": (
         {"return_logprob": True}, DRAFTS,
         "return_logprob (logprobs): given, but must be left out with --speculative-algorithm",
     ),
-    "those of the answer": (
+    "output log-probabilities with speculative decoding": (
         {"return_output_logprob_only": True}, DRAFTS,
         "return_logprob (logprobs): given, but must be left out",
     ),
@@ -30,30 +30,30 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
         {"logit_bias": {"5": 1.0}}, {},
         "logit_bias: dict {'5': 1.0}, but must be left out: the host ignores it",
     ),
-    "repetition": (
+    "repetition penalty": (
         {"repetition_penalty": 1.1}, {},
         "repetition_penalty: 1.1, but must be 1: the host ignores it",
     ),
-    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host samples tok"),
+    "min_p": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host samples tok"),
     "a seed": (
         {"sampling_seed": 7}, {},
         "sampling_seed (seed): 7, but must be left out, or --enable-deterministic-sampling given",
     ),
-    "frequency, with drafts": (
+    "frequency penalty with speculative decoding": (
         {"frequency_penalty": 0.5}, DRAFTS,
         "frequency_penalty: 0.5, but must be 0 with --speculative-algorithm EAGLE3",
     ),
-    "presence, with drafts": (
+    "presence penalty with speculative decoding": (
         {"presence_penalty": -0.5}, DRAFTS, "presence_penalty: -0.5, but must be 0 with",
     ),
-    "an answer of some length, with drafts": (
+    "a minimum length with speculative decoding": (
         {"min_new_tokens": 3}, DRAFTS, "min_new_tokens: 3, but must be 0 with",
     ),
-    "frequency, scheduled ahead": (
+    "frequency penalty, scheduled ahead": (
         {"frequency_penalty": 0.5}, {},
         "frequency_penalty: 0.5, but must be 0, or --disable-overlap-schedule given",
     ),
-    "presence, scheduled ahead": (
+    "presence penalty, scheduled ahead": (
         {"presence_penalty": -0.5}, {},
         "presence_penalty: -0.5, but must be 0, or --disable-overlap-schedule given",
     ),
@@ -61,19 +61,19 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
         {"sampling_seed": 2**31, "top_k": 1}, {"enable_deterministic_sampling": True},
         "sampling_seed (seed): 2147483648, but must be from -2147483648 to 2147483647",
     ),
-    "several samples of one seed": (
+    "several samples with one seed": (
         {"n": 2}, {"enable_deterministic_sampling": True},
         "n: 2, but must be 1 with --enable-deterministic-sampling",
     ),
-    "more tokens than there are": (
+    "more top tokens than there are": (
         {"top_logprobs_num": 97}, {},
         "top_logprobs_num (logprobs, top_logprobs): 97, but must be from 0 to 96",
     ),
-    "a token that there is not": (
+    "a token id that does not exist": (
         {"token_ids_logprob": [95, 96]}, {},
         "token_ids_logprob: [95, 96], but must be tokens from 0 to 95",
     ),
-    "a sample, with drafts in blocks": (
+    "a sampled request with DFLASH": (
         {"temperature": 0.7}, {"speculative_algorithm": "DFLASH"},
         "temperature: 0.7, but must be 0 (or top_k 1) with --speculative-algorithm DFLASH",
     ),
@@ -89,92 +89,92 @@ REQUESTS = {  # fields of a request, the engine's settings, and what the request
     "several starts": (
         {"logprob_start_len": [0]}, {}, "logprob_start_len: [0], but must be a whole number",
     ),
-    "several likely tokens": (
+    "several numbers of top tokens": (
         {"top_logprobs_num": [1]}, {},
         "top_logprobs_num (logprobs, top_logprobs): [1], but must be a whole number",
     ),
-    "several names": ({"rid": ["a"]}, {}, "rid: ['a'], but must be a string"),
+    "several request ids": ({"rid": ["a"]}, {}, "rid: ['a'], but must be a string"),
     "several keys": ({"extra_key": ["a"]}, {}, "extra_key: ['a'], but must be a string"),
     "several devices": ({"dp_rank": [0]}, {"dp_size": 2}, "dp_rank: [0], but must be a whole"),
     "an interval in words": (
         {"stream_interval": "5"}, {}, "stream_interval: '5', but must be a whole number",
     ),
-    "an interval of less than nothing": (
+    "a negative interval": (
         {"stream_interval": -5}, {}, "stream_interval: -5, but must be at least 1",
     ),
-    "many of the likeliest": ({"top_k": 2**31}, {}, "top_k: 2147483648, but must be at most 2147"),
-    "a temperature of no float": (
+    "a large top_k": ({"top_k": 2**31}, {}, "top_k: 2147483648, but must be at most 2147"),
+    "a temperature beyond floats": (
         {"temperature": 10**400}, {}, "temperature: 1000",
     ),
-    "a temperature of no number": (
+    "a temperature of NaN": (
         {"temperature": float("nan")}, {}, "temperature: nan, but must be at most 3.4e+38",
     ),
-    "an answer of 33 bits": (
+    "a minimum length of 33 bits": (
         {"min_new_tokens": 2**31}, {}, "min_new_tokens (min_tokens): 2147483648, but must be at m",
     ),
-    "experts": (
+    "routed experts": (
         {"return_routed_experts": True}, {},
         "return_routed_experts: given, but must be left out, or --enable-return-routed-experts",
     ),
-    "texts that end it, without a tokenizer": (
+    "stop strings without a tokenizer": (
         {"stop_strs": ["x"]}, {"skip_tokenizer_init": True},
         "stop: ['x'], but must be left out with --skip-tokenizer-init",
     ),
-    "an answer of some length, without a tokenizer": (
+    "a minimum length without a tokenizer": (
         {"min_new_tokens": 1}, {"skip_tokenizer_init": True},
         "min_new_tokens (min_tokens): 1, but must be 0 with --skip-tokenizer-init",
     ),
-    "a room": (
+    "a bootstrap room": (
         {"bootstrap_room": 1}, {},
         "bootstrap_room: 1, but must be left out with --disaggregation-mode null",
     ),
-    "an adapter by its number": (
+    "an adapter by its id": (
         {"lora_id": "1"}, {"enable_lora": True},
         "lora_id: 1, but must be left out, and lora_path given",
     ),
     **{
-        f"{name} with drafts": (
+        f"{name} with speculative decoding": (
             {name: "x"}, DRAFTS,
             f"{name}: given, but must be left out with --speculative-algorithm EAGLE3",
         )
         for name in sglang_jax.requests.GRAMMARS
     },
-    "a grammar on one device of several": (
+    "a grammar with several replicas": (
         {"regex": "x"}, {"dp_size": 2}, "regex: given, but must be left out with --dp-size over 1",
     ),
 }  # fmt: skip
 TAKEN = {
     "log-probabilities": ({"return_logprob": True}, {}),
-    "drafts": ({}, DRAFTS),
-    "a sample, with drafts in chains": ({"temperature": 0.7}, DRAFTS),
-    "the likeliest token, with drafts in blocks": (
+    "speculative decoding": ({}, DRAFTS),
+    "a sampled request with EAGLE3": ({"temperature": 0.7}, DRAFTS),
+    "a greedy request with DFLASH": (
         {"top_k": 1},
         {"speculative_algorithm": "DFLASH"},
     ),
-    "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
-    "the likeliest token": ({"min_p": 0.1, "top_k": 1, "sampling_seed": 7}, {}),
+    "a bias of zero": ({"logit_bias": {"5": 0.0}}, {}),
+    "a greedy request": ({"min_p": 0.1, "top_k": 1, "sampling_seed": 7}, {}),
     "a seed": ({"sampling_seed": 7}, {"enable_deterministic_sampling": True}),
     "a grammar": ({"regex": "x"}, {}),
     "penalties": (
         {"frequency_penalty": 0.5, "presence_penalty": 1.0},
         {"disable_overlap_schedule": True},
     ),
-    "an answer of some length": ({"min_new_tokens": 3}, {}),
+    "a minimum length": ({"min_new_tokens": 3}, {}),
     "several samples": ({"n": 2}, {}),
-    "several of the likeliest": ({"n": 2, "top_k": 1}, {"enable_deterministic_sampling": True}),
-    "all tokens": ({"top_logprobs_num": 96, "token_ids_logprob": [0, 95]}, {}),
+    "several greedy samples": ({"n": 2, "top_k": 1}, {"enable_deterministic_sampling": True}),
+    "log-probabilities of all tokens": ({"top_logprobs_num": 96, "token_ids_logprob": [0, 95]}, {}),
     "an adapter": ({"lora_path": "a", "lora_id": "1"}, {"enable_lora": True}),
     "all tokens of the vocabulary": ({"input_ids": list(range(96))}, {}),
     "an image": ({"input_ids": [96], "mm_inputs": {}}, {}),
-    "experts": ({"return_routed_experts": True}, {"enable_return_routed_experts": True}),
-    "a room": ({"bootstrap_room": 1}, {"disaggregation_mode": "prefill"}),
+    "routed experts": ({"return_routed_experts": True}, {"enable_return_routed_experts": True}),
+    "a bootstrap room": ({"bootstrap_room": 1}, {"disaggregation_mode": "prefill"}),
     "an interval": ({"stream_interval": 5}, {}),
-    "the prompt's log-probabilities": ({"logprob_start_len": 0}, {}),
+    "prompt log-probabilities": ({"logprob_start_len": 0}, {}),
 }
 
 
 def ask(host, fields: dict, settings: dict) -> object:
-    """What the host makes of a request."""
+    """Let the host accept or refuse a request, and return what it makes of it."""
     params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
     params |= {"temperature": 1.0, "n": 1}
     params |= {
@@ -209,20 +209,20 @@ def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_request_next_to_a_refused_one_is_taken(host, name):
+def test_requests_close_to_refused_ones_are_served(host, name):
     sglang_jax.install()
     ask(host, *TAKEN[name])
 
 
-def test_the_likeliest_token_has_the_logprob_of_a_plain_one(host):
-    """The host divides by the temperature only where another request of a batch is sampled."""
+def test_a_greedy_request_has_logprobs_at_temperature_1(host):
+    """The host divides by the temperature only if another request of the batch is sampled."""
     sglang_jax.install()
     assert ask(host, {"top_k": 1, "temperature": 5.0}, {}).sampling_params.temperature == 1
     assert ask(host, {"top_k": 2, "temperature": 5.0}, {}).sampling_params.temperature == 5
 
 
-def test_all_tokens_that_end_an_answer_are_held_back(host):
-    """The host holds back those of the tokenizer alone, next to those that a request names."""
+def test_a_minimum_length_holds_back_all_stop_tokens(host):
+    """The unpatched host holds back only the tokenizer's stop tokens and those of the request."""
     sglang_jax.install()
     assert ask(host, {}, {}).sampling_params.stop_token_ids is None
     assert ask(host, {"min_new_tokens": 3}, {}).sampling_params.stop_token_ids == {2, 7}
@@ -232,7 +232,7 @@ def test_all_tokens_that_end_an_answer_are_held_back(host):
     assert ask(host, fields, {}).sampling_params.stop_token_ids == {5}
 
 
-def test_an_adapter_that_the_host_would_leave_out_is_refused(host):
+def test_an_adapter_that_the_host_would_ignore_is_refused(host):
     sglang_jax.install()
     with pytest.raises(ValueError, match="lora_path: a, but must be left out, or --enable-lora"):
         ask(host, {"lora_path": "a"}, {})
@@ -243,7 +243,7 @@ def test_an_adapter_that_the_host_would_leave_out_is_refused(host):
     assert serving._validate_request(chat) is None
 
 
-def test_fields_of_openais_that_the_host_ignores_are_refused(host):
+def test_fields_of_openais_api_that_the_host_ignores_are_refused(host):
     sglang_jax.install()
     serving = host.Serving()
     said = serving._validate_request(SimpleNamespace(suffix="x"))
@@ -260,7 +260,7 @@ def test_fields_of_openais_that_the_host_ignores_are_refused(host):
 
 
 def test_temperatures_come_first_and_greedy_requests_stay_greedy(host):
-    """At four times the temperature all four tokens are likely enough; two are the likeliest."""
+    """At temperature 4 all four tokens are within top-p; the greedy request has a tie of two."""
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.4, 0.4, 0.1]], np.float32))
     some = (logits, None, np.array([4, 1]), np.full(2, 0.9), None, None)
     args = (*some, np.array([[4.0], [1.0]], np.float32), None, False, None)
@@ -270,7 +270,7 @@ def test_temperatures_come_first_and_greedy_requests_stay_greedy(host):
     assert choose(args).tolist() == [4, 1]
 
 
-def test_seeds_of_openais_clients_reach_the_host(host):
+def test_seeds_of_openai_clients_reach_the_host(host):
     sglang_jax.install()
     serving = host.Serving()
     assert serving._build_sampling_params(SimpleNamespace(seed=7)) == {"sampling_seed": 7}

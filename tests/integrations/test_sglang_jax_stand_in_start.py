@@ -1,4 +1,4 @@
-"""jattn in sglang-jax as an engine starts: what it replaces and refuses, with a stand-in.
+"""What jattn replaces and refuses when an engine of sglang-jax starts, with a stand-in.
 
 `tests/integrations/test_sglang_jax.py` runs the real host.
 """
@@ -19,14 +19,14 @@ from tests.support.processes import ROOT
 host = stand_in_sglang.host  # the fixture
 
 
-def test_install_takes_the_kernels_place_on_cpus(host):
+def test_install_replaces_the_kernels_on_cpus(host):
     sglang_jax.install()
     choose = host.ModelRunner._get_attention_backend
-    sglang_jax.install()  # once is enough
+    sglang_jax.install()  # the second time changes nothing
     assert host.ModelRunner._get_attention_backend is choose
     runner = host.ModelRunner()
     made = runner._get_attention_backend()
-    assert made.made_with != {"device": "cpu"}  # where the host would not take "fa"
+    assert made.made_with != {"device": "cpu"}  # for which the host would not choose "fa"
     assert runner.server_args.device == "cpu"
     kernel = host.backend.ragged_paged_attention_v3
     assert kernel.__wrapped__ is sglang_jax.ragged_paged_attention
@@ -40,13 +40,13 @@ def test_install_takes_the_kernels_place_on_cpus(host):
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-ROTARY = {  # what transformers 5 has written, what a user gave, and what the host reads
+ROTARY = {  # what transformers 5 writes, what a user gives, and what the host reads
     "plain": ({"rope_theta": 5e5, "rope_type": "default"}, {}, (5e5, None, 1)),
     "scaled": (
         {"rope_theta": 5e5, **YARN}, {},
         (5e5, YARN, 1),
     ),
-    "a part of heads": (
+    "a rotated part of heads": (
         {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 0.5}, {},
         (5e5, None, 0.5),
     ),
@@ -58,7 +58,7 @@ ROTARY = {  # what transformers 5 has written, what a user gave, and what the ho
         {"rope_theta": 5e5, "type": "linear", "factor": 4.0}, {},
         (5e5, {"rope_type": "linear", "factor": 4.0}, 1),
     ),
-    "layers of two kinds, which their model reads": (
+    "two kinds of layers, read by their model": (
         {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}, {},
         (10.0, "none", 1),
     ),
@@ -66,9 +66,9 @@ ROTARY = {  # what transformers 5 has written, what a user gave, and what the ho
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["text", "of more than text"])
+@pytest.mark.parametrize("nested", [False, True], ids=["text", "multimodal"])
 @pytest.mark.parametrize("name", ROTARY)
-def test_rotary_embeddings_that_transformers_5_has_written_are_read(host, name, nested):
+def test_rotary_embeddings_as_transformers_5_writes_them_are_read(host, name, nested):
     written, given, want = ROTARY[name]
     sglang_jax.install()
     text = SimpleNamespace(
@@ -79,8 +79,8 @@ def test_rotary_embeddings_that_transformers_5_has_written_are_read(host, name, 
     assert (text.rope_theta, text.rope_scaling, text.partial_rotary_factor) == want
 
 
-def test_what_a_user_gives_of_a_rotary_embedding_is_kept(host):
-    """The host gives it to the whole configuration, and not to its part for text."""
+def test_a_users_settings_of_rotary_embeddings_are_kept(host):
+    """The host applies them to the whole configuration, but not to its text part."""
     sglang_jax.install()
     written = {"rope_theta": 5e5, **YARN}
     text = SimpleNamespace(rope_parameters=written, rope_theta=10.0)
@@ -90,7 +90,7 @@ def test_what_a_user_gives_of_a_rotary_embedding_is_kept(host):
     assert config.rope_scaling == text.rope_scaling == YARN
 
 
-def test_a_model_that_counts_the_numbers_it_rotates_is_told_them(host):
+def test_a_model_that_reads_rotary_dim_gets_it(host):
     sglang_jax.install()
     config = SimpleNamespace(
         model_type="minimax_m2",
@@ -102,7 +102,7 @@ def test_a_model_that_counts_the_numbers_it_rotates_is_told_them(host):
 
 
 def test_every_request_has_a_grammar_of_its_own(host):
-    """It is compiled once, and copied; what is no grammar is told apart, and not compiled again."""
+    """Each is compiled once and then copied; an invalid one is reported and not compiled again."""
     sglang_jax.install()
     backend = host.grammar.BaseGrammarBackend()
     found = [backend.get_cached_or_future_value(("regex", "5")) for _ in range(3)]
@@ -115,7 +115,7 @@ def test_every_request_has_a_grammar_of_its_own(host):
 
 
 def test_requests_without_a_grammar_may_have_any_token(host):
-    """So may rows of padding, and those whose grammar has ended; a row goes to another request."""
+    """So may padding rows and requests whose grammar has ended; then a row changes its request."""
     sglang_jax.install()
     make = host.batch.ModelWorkerSamplingInfo
     first, second, ended = (
@@ -137,8 +137,8 @@ def test_requests_without_a_grammar_may_have_any_token(host):
         assert info.vocab_mask is None
 
 
-def test_what_the_host_goes_on_to_change_is_copied(host):
-    """A CPU's arrays may be NumPy's memory; modules have the host's function by its name."""
+def test_arrays_that_the_host_overwrites_later_are_copied(host):
+    """JAX arrays on CPUs may share NumPy's memory; modules import the host's function by name."""
     sglang_jax.install()
     for _ in range(2):  # of engines
         host.ModelRunner()._get_attention_backend()
@@ -150,8 +150,8 @@ def test_what_the_host_goes_on_to_change_is_copied(host):
     np.testing.assert_array_equal(found, lens)
 
 
-def test_latents_have_their_kernel_replaced(host):
-    """The host's backend is told what it would ask a TPU for, when it is made and not after."""
+def test_the_kernel_for_latents_is_replaced(host):
+    """Only while it is created, the host's backend is given a memory size: it would ask a TPU."""
     plain = host.mla.MLAAttentionBackend
     sglang_jax.install()
     made = host.ModelRunner(use_mla_backend=True)._get_attention_backend()
@@ -163,7 +163,7 @@ def test_latents_have_their_kernel_replaced(host):
 
 @pytest.mark.parametrize("changes", [{}, {"hybrid": True}, {"use_mla_backend": True}])
 def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes):
-    """The kernels are functions of modules, which the engines share; the second is shorter."""
+    """The engines share the modules with the kernels; the second has shorter sequences."""
     for module in (sglang_jax, sglang_jax.latent):
         name = (
             "mla_ragged_paged_attention" if module is not sglang_jax else "ragged_paged_attention"
@@ -181,15 +181,15 @@ def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes)
         host.backend.ragged_paged_attention_v3("q")
 
 
-def test_drafts_come_on_top_of_the_longest_sequence(host, monkeypatch):
+def test_draft_tokens_come_on_top_of_the_longest_sequence(host, monkeypatch):
     monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
     sglang_jax.install()
     drafts = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
     assert host.ModelRunner(context_len=32, **drafts)._get_attention_backend()() == 36
 
 
-def test_drafts_follow_the_served_models_sequences(host, monkeypatch):
-    """A model that drafts may say that its own are shorter; the host makes none of them so."""
+def test_a_draft_model_has_the_served_models_longest_sequence(host, monkeypatch):
+    """A draft model may name a shorter context, but the host does not shorten its sequences."""
     monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
     sglang_jax.install()
     drafts = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
@@ -198,7 +198,7 @@ def test_drafts_follow_the_served_models_sequences(host, monkeypatch):
     assert runner._get_attention_backend()() == 72
 
 
-def test_windows_of_drafted_blocks_are_refused(host, monkeypatch):
+def test_windows_of_dflash_are_refused(host, monkeypatch):
     sglang_jax.install()
     monkeypatch.setenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW", "64")
     host.ModelRunner()._get_attention_backend()
@@ -212,7 +212,7 @@ def test_windows_of_drafted_blocks_are_refused(host, monkeypatch):
     runner._get_attention_backend()
 
 
-def test_drafts_without_the_hosts_fused_step_are_refused(host, monkeypatch):
+def test_eagle3_without_the_hosts_fused_step_is_refused(host, monkeypatch):
     sglang_jax.install()
     runner = host.ModelRunner(speculative_algorithm="EAGLE3", speculative_eagle_topk=1)
     runner._get_attention_backend()
@@ -226,8 +226,8 @@ def test_pages_of_latents_in_float32_may_be_odd(host):
     host.ModelRunner(use_mla_backend=True, page_size=3, dtype="float32")._get_attention_backend()
 
 
-def test_the_schedulers_process_has_it_too(host):
-    """Spawned, it knows a function by its module and name alone."""
+def test_the_schedulers_process_has_jattn_too(host):
+    """A spawned process finds a function by its module and name."""
     sglang_jax.install()
     run = pickle.loads(pickle.dumps(host.engine.run_scheduler_process))
     plain = host.ModelRunner._get_attention_backend.__wrapped__
@@ -262,42 +262,42 @@ REFUSED = {
         {"hf_text_config": {"num_kv_shared_layers": 20}},
         "--model-path: a model with num_kv_shared_layers=20, but must be one without (Gemma 4 26B",
     ),
-    "windows that the host does not have": (
+    "a window that the host does not implement": (
         {
             "hf_config": {"architectures": ["Qwen3ForCausalLM"]},
             "hf_text_config": {"sliding_window": 64},
         },
         "--context-length: 128, but must be at most 64, the sliding window of Qwen3ForCausalLM",
     ),
-    "biases that it leaves out": (
+    "biases that the host ignores": (
         {
             "hf_config": {"architectures": ["LlamaForCausalLM"]},
             "hf_text_config": {"mlp_bias": True},
         },
         "--model-path: a model of LlamaForCausalLM with mlp_bias, but must be one without",
     ),
-    "parts of heads": (
+    "a rotated part of heads, for Phi-3": (
         {
             "hf_config": {"architectures": ["Phi3ForCausalLM"]},
             "hf_text_config": {"partial_rotary_factor": 0.75},
         },
         "--model-path: a model of Phi3ForCausalLM with partial_rotary_factor=0.75, but must be one",
     ),
-    "a factor of rotations": (
+    "a RoPE attention factor": (
         {
             "hf_config": {"architectures": ["Qwen2ForCausalLM"]},
             "hf_text_config": {"rope_scaling": {"rope_type": "yarn", "attention_factor": 1.5}},
         },
         "with attention_factor=1.5 of rope_scaling, but must be one without",
     ),
-    "rotations that are not rounded": (
+    "RoPE without truncation": (
         {
             "hf_config": {"architectures": ["Qwen2ForCausalLM"]},
             "hf_text_config": {"rope_scaling": {"rope_type": "yarn", "truncate": False}},
         },
         "with truncate=False of rope_scaling, but must be one without",
     ),
-    "rotations that are scaled": (
+    "RoPE scaling": (
         {
             "hf_config": {"architectures": ["Qwen3ForCausalLM"]},
             "hf_text_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
@@ -318,7 +318,7 @@ REFUSED = {
         },
         "a model of LlamaForCausalLM with hidden_act=gelu, but must be one with silu",
     ),
-    "quantized weights that it does not know": (
+    "an unknown quantization": (
         {
             "hf_config": {
                 "architectures": ["Qwen3ForCausalLM"],
@@ -327,15 +327,15 @@ REFUSED = {
         },
         "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one with unq",
     ),
-    "as many adapters as may be": (
+    "as many adapters as the limit": (
         {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 2},
         "--max-loras-per-batch: 2, but must be at least 3, one more than --lora-paths",
     ),
-    "long prompts at once": (
+    "long prompts without chunks": (
         {"chunked_prefill_size": -1, "max_prefill_tokens": 100},
         "--max-prefill-tokens: 100, but must be at least 128, the longest prompt, with",
     ),
-    "experts that are chosen otherwise": (
+    "experts without a scoring_func": (
         {"hf_config": {"architectures": ["DeepseekV2ForCausalLM"]}},
         'with no scoring_func, but must be one with "scoring_func": "softmax"',
     ),
@@ -348,15 +348,15 @@ REFUSED = {
         },
         "--model-path: a model of MiMoV2FlashForCausalLM with rope_parameters of several kinds of",
     ),
-    "embeddings per layer": (
+    "per-layer embeddings": (
         {"hf_text_config": {"hidden_size_per_layer_input": 256}},
         "--model-path: a model with hidden_size_per_layer_input=256, but must be one without",
     ),
-    "drafts of MiMo": (
+    "draft layers of MiMo": (
         {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
         "--speculative-algorithm: NEXTN, but must be EAGLE3",
     ),
-    "seeds of drafts": (
+    "speculative decoding with seeds": (
         {
             "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
@@ -364,15 +364,15 @@ REFUSED = {
         },
         "--enable-deterministic-sampling: given, but must be left out with --speculative-algorithm",
     ),
-    "trees of drafts": (
+    "trees of draft tokens": (
         {"speculative_algorithm": "EAGLE3"},
         "--speculative-eagle-topk: 5, but must be 1, for chains of draft tokens",
     ),
-    "drafts of latents": (
+    "speculative decoding with latents": (
         {"use_mla_backend": True, "speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
         "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
     ),
-    "drafts of recurrences": (
+    "speculative decoding with recurrent layers": (
         {
             "linear_recurrent_config": {},
             "speculative_algorithm": "EAGLE3",
@@ -380,7 +380,7 @@ REFUSED = {
         },
         "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
     ),
-    "the host's own number of drafts": (
+    "another number of draft tokens": (
         {
             "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
@@ -389,7 +389,7 @@ REFUSED = {
         },
         "--speculative-num-draft-tokens: 4, but must be 5, one more than --speculative-num-steps",
     ),
-    "single drafts": (
+    "single draft tokens": (
         {
             "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
@@ -398,7 +398,7 @@ REFUSED = {
         },
         "--speculative-num-steps: 1, but must be at least 2: the host verifies a single",
     ),
-    "drafts verified as trees": (
+    "draft tokens verified as trees": (
         {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
         "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these draft ",
     ),
@@ -414,11 +414,11 @@ REFUSED = {
         {"effective_moe_backend": "fused"},
         "--model-path: a mixture of experts that the host always computes with its fused kernel",
     ),
-    "blocks": (
+    "block scales": (
         {"quantization_config": SimpleNamespace(weight_block_size=(128, 128))},
         "--model-path: weights with scales for blocks of (128, 128) (weight_block_size), but must",
     ),
-    "configured blocks": (
+    "configured block scales": (
         {
             "quantization_config": SimpleNamespace(weight_block_size=(128, 128)),
             "quantization_config_path": "fp8.yaml",
@@ -432,7 +432,7 @@ REFUSED = {
         },
         "--gdn-prefill-impl: fused_chunk_parallel, but must be chunked_jax, or left out",
     ),
-    "temperatures": (
+    "temperatures that grow with the position": (
         {"hf_config": {"attn_temperature_len": 1024}},
         "--model-path: a model with attn_temperature_len=1024, but must be one without",
     ),
@@ -449,7 +449,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
 
 
 def test_a_device_that_jax_does_not_find_is_refused(host):
-    """Before the host asks a CPU how much memory a TPU has."""
+    """This comes before the host asks a CPU how much memory a TPU has."""
     sglang_jax.install()
     assert host.ModelRunner(device="cpu").get_available_device_memory() == 1000
     with pytest.raises(ValueError, match=r"--device: tpu, .* but must be cpu,"):
@@ -457,8 +457,8 @@ def test_a_device_that_jax_does_not_find_is_refused(host):
 
 
 @pytest.mark.parametrize("flag", ["--is-embedding", "--multimodal", "--enable-mixed-chunk"])
-def test_uses_of_which_every_request_fails_are_refused(host, flag):
-    """As settings are made, and by a runner whose settings are older than `install`."""
+def test_modes_in_which_requests_fail_are_refused(host, flag):
+    """When settings are created, and by a runner whose settings predate `install`."""
     sglang_jax.install()
     setting = {flag[2:].replace("-", "_"): True}
     message = f"{flag}: given, but must be left out"
@@ -477,15 +477,15 @@ def test_uses_of_which_every_request_fails_are_refused(host, flag):
         ("Gemma2ForCausalLM", {"sliding_window": 64}),
         ("Qwen3ForCausalLM", {"sliding_window": None, "mlp_bias": True}),
     ],
-    ids=["not in use", "as long as the context", "that the host has", "none"],
+    ids=["not in use", "as long as the context", "that the host implements", "none"],
 )
-def test_models_without_a_window_of_their_own_are_taken(host, architecture, text):
+def test_models_whose_window_hides_nothing_or_is_implemented_are_served(host, architecture, text):
     sglang_jax.install()
     runner = host.ModelRunner(hf_config={"architectures": [architecture]}, hf_text_config=text)
     runner._get_attention_backend()
 
 
-def test_what_is_not_refused_of_adapters_activations_and_weights(host):
+def test_adapters_activations_and_weights_close_to_refused_ones_are_served(host):
     sglang_jax.install()
     changes = [
         {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 3},
@@ -515,7 +515,7 @@ def test_quantized_dense_layers_are_not_fused(host):
 
 @pytest.mark.parametrize("model", [None, {}])
 def test_gated_delta_nets_prefill_without_a_tpu(host, caplog, model):
-    """Where nothing else was asked for; other models keep what they do not read."""
+    """They do unless another way was asked for; other models ignore the setting and keep it."""
     sglang_jax.install()
     runner = host.ModelRunner(qwen3_5_hybrid_config=model)
     with caplog.at_level("INFO", "jattn.integrations.sglang_jax"):
@@ -526,7 +526,7 @@ def test_gated_delta_nets_prefill_without_a_tpu(host, caplog, model):
 
 
 @pytest.mark.parametrize("length", [-1, None])
-def test_no_temperature_is_taken(host, length):
+def test_models_without_such_a_temperature_are_served(host, length):
     sglang_jax.install()
     host.ModelRunner(hf_config={"attn_temperature_len": length})._get_attention_backend()
 

@@ -1,6 +1,6 @@
-"""jattn as a backend of tpu-inference: what is ours, with a stand-in for the host.
+"""jattn as an attention backend of tpu-inference: our part, with a stand-in for the host.
 
-`tests/integrations/test_vllm.py` runs the real one.
+`tests/integrations/test_vllm.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ N, S, K, G, D = 12, 4, 2, 3, 16  # blocks, their tokens, KV heads, queries per K
 QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 14]
 
 
-TOKENS, ROWS, WIDTH = 16, 5, 5  # of the bucket: more than the step has
+TOKENS, ROWS, WIDTH = 16, 5, 5  # the padded sizes: more than the step needs
 
 
 def step(seed: int, dim: int = D) -> dict[str, jax.Array]:
-    """A step's arrays, in a bucket whose rest is garbage; unowned slots hold NaN."""
+    """Return a step's arrays, padded with garbage; slots that no sequence owns hold NaN."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -64,12 +64,12 @@ def step(seed: int, dim: int = D) -> dict[str, jax.Array]:
 
 @functools.cache
 def layer(write: bool):
-    """`attend` as the host runs it: jitted."""
+    """Return `attend`, jitted as in the host."""
     return jax.jit(lambda given: tpu_inference.attend(**given, write=write))
 
 
 def expected(given: dict[str, jax.Array], *, write: bool = True, **options: object):
-    """The oracle's answer, with keys and values in arrays of their own."""
+    """Return the oracle's output, and the keys and values that it read, as separate arrays."""
     batch = jattn.AttentionMetadata.from_lengths(
         QUERY_LENS,
         SEQ_LENS,
@@ -145,7 +145,7 @@ def test_latents_are_computed_by_the_host_s_backend_with_jattn_s_kernel(host):
     assert choose(ours, attn_selector_config=latents, num_heads=4) == "the host's for latents"
     assert interface.mla_ragged_paged_attention is latent.mla_ragged_paged_attention
     weights = jnp.ones((4, 3, 2), jnp.bfloat16)
-    for dtype in (None, jnp.bfloat16, jnp.float8_e4m3fn):  # of the cache; weights stay as they are
+    for dtype in (None, jnp.bfloat16, jnp.float8_e4m3fn):  # of the cache; weights stay unchanged
         kept, scale = layers.quantize_tensor(dtype, weights, axis=1)
         assert kept is weights
         np.testing.assert_array_equal(scale, np.ones((4, 2), np.float32))
@@ -153,7 +153,7 @@ def test_latents_are_computed_by_the_host_s_backend_with_jattn_s_kernel(host):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_rotated_keys_of_another_dtype_are_stored_in_the_caches(dtype):
-    """The host rotates in float32, with caches of bfloat16, too."""
+    """The host applies rotary embeddings in float32, even if its caches are bfloat16."""
     given, rng = step(5), np.random.default_rng(6)
 
     def normal(*shape: int) -> jax.Array:
@@ -204,8 +204,8 @@ def test_layers_of_torch_models_name_the_backend_and_keep_their_cap(host):
         impl(attn_type="encoder_only")
 
 
-def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(host):
-    """vLLM makes a class with a builder of its own, and puts a name in front of the backend's."""
+def test_chunked_layers_keep_their_chunks_and_other_masks_of_builders_are_refused(host):
+    """For such layers vLLM derives a class with its own builder, and adds a prefix to its name."""
     tpu_inference.register()
     backend = tpu_inference.VllmBackend
 
@@ -224,7 +224,7 @@ def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(ho
 
 
 def attend_on_mesh(backend, given, **changes):
-    """The cache and the output of the host's backend, called as the host does."""
+    """Call the backend as the host does; return the cache and the output."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     options = {
         "head_dim_original": D,
@@ -269,7 +269,7 @@ def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
 
 
 def test_a_window_without_a_causal_mask_is_refused_by_name(host):
-    """The host's kernel hides what lies before a window only, jattn also what lies after it."""
+    """The host's kernel hides only keys before a window; jattn also hides keys after it."""
     tpu_inference.register()
     backend, given = host.told["jattn"]["attention"](), step(9)
     with pytest.raises(ValueError, match="sliding_window: 5 with is_causal=False, but must be"):

@@ -1,6 +1,6 @@
-"""What jattn mends of batches in tpu-inference, with a stand-in for the host.
+"""What jattn fixes in batches of tpu-inference, with a stand-in for the host.
 
-`tests/integrations/test_vllm_batches.py` asks the real one.
+`tests/integrations/test_vllm_batches.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ host = stand_in_host.host  # the fixture
 
 @pytest.fixture
 def started(host):
-    """The host's modules, after an engine began that attends by jattn."""
+    """Start an engine with jattn's backend, and return the host's modules."""
     tpu_inference.register()
-    for _ in range(2):  # once is enough
+    for _ in range(2):  # the second time changes nothing
         host.start()
     return SimpleNamespace(
         **{
@@ -45,17 +45,18 @@ def test_an_engine_of_another_backend_is_left_alone(host):
     assert sampler._compute_probs is None
 
 
-RETURNS = {  # what a request has said: by the host, by vLLM, how many vLLM counts, and then
-    "preempted as a token was computed": ([8, 0], [8, 9], 2, [8, 9]),
+# A request's output tokens in the host and in vLLM, how many vLLM counts, and the tokens wanted.
+RETURNS = {
+    "preempted while a token was computed": ([8, 0], [8, 9], 2, [8, 9]),
     "not scheduled in one step": ([8, 9], [8, 9], 2, [8, 9]),
     "before its first token": ([], [], 0, []),
     "with a token that vLLM does not have yet": ([8, 0], [8], 2, [8, 0]),
-    "in the last step, too": ([8, 0], None, 2, [8, 0]),
+    "in the last step": ([8, 0], None, 2, [8, 0]),
 }
 
 
 @pytest.mark.parametrize("name", RETURNS)
-def test_a_request_that_returns_has_said_what_vllm_says(started, name):
+def test_a_request_that_returns_has_the_output_tokens_that_vllm_has(started, name):
     said, sent, count, want = RETURNS[name]
     request = stand_in_host.Request("a", [1, 2, 3], list(said))
     manager = started.persistent_batch_manager.PersistentBatchManager({"a": request})
@@ -68,17 +69,19 @@ def test_a_request_that_returns_has_said_what_vllm_says(started, name):
     assert manager.update_states(step, None) == {"a": want}
 
 
-STEPS = {  # tokens computed, scheduled and there, of two requests; and what the step is
+# Of two requests: tokens computed, scheduled and known, requests that ask for prompt
+# log-probabilities; and the distribution that the step must have.
+STEPS = {
     "that decodes": ([7, 9], [1, 1], [8, 10], {}, [2, 2, 2]),
     "with the last token of a prompt": ([7, 0], [1, 1], [8, 1], {}, [2, 2, 2]),
     "with one token of a prompt": ([7, 3], [1, 1], [8, 40], {}, [0, 0, 2]),
-    "with a prompt's log-probabilities": ([7, 0], [1, 1], [8, 1], {"b": 1}, [0, 0, 2]),
+    "with prompt log-probabilities": ([7, 0], [1, 1], [8, 1], {"b": 1}, [0, 0, 2]),
     "with a chunk of a prompt": ([7, 3], [1, 8], [8, 40], {}, "mixed"),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_several_tokens_are_decoded_after_the_prompts(started, name):
+def test_a_step_decodes_several_tokens_only_after_all_prompts(started, name):
     computed, scheduled, known, asking, want = STEPS[name]
     batch = SimpleNamespace(
         num_reqs=2,
@@ -95,7 +98,7 @@ def test_several_tokens_are_decoded_after_the_prompts(started, name):
 
 
 def test_a_token_that_vllm_dropped_is_dropped(started):
-    """That of a request which is preempted and resumed in one step; another's is kept."""
+    """It is the token of a request that is preempted and resumed in one step; others are kept."""
     runner = started.tpu_runner.TPUModelRunner(None)
     a, b = (stand_in_host.Request(name, [1, 2, 3]) for name in "ab")
     resumed = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a", "c"}))
@@ -118,9 +121,9 @@ def test_a_token_that_vllm_dropped_is_dropped(started):
         ([], "the first chunk's", True, "the first chunk's"),
         ([8], None, False, None),
     ],
-    ids=["new", "between two chunks", "that has answered"],
+    ids=["new", "between two chunks", "with output tokens"],
 )
-def test_log_probabilities_of_a_prompt_are_found_once(started, said, so_far, asked, kept):
+def test_prompt_log_probabilities_are_computed_once(started, said, so_far, asked, kept):
     batch = started.input_batch.InputBatch()
     request = stand_in_host.Request("a", [1, 2, 3], said, so_far)
     assert batch.add_request(request, dp_rank=5) == 5
@@ -129,7 +132,7 @@ def test_log_probabilities_of_a_prompt_are_found_once(started, said, so_far, ask
 
 
 def test_each_request_is_masked_by_its_own_grammar(started):
-    """Sorted by their names, the third comes first; the second has left the batch."""
+    """Sorted by request id, the third comes first; the second has left the batch."""
     batch = SimpleNamespace(req_id_to_index={"9": 0, "plain": 1, "10": 2})
     runner = SimpleNamespace(input_batch=batch)
     manager = started.structured_decoding_manager.StructuredDecodingManager(runner)
@@ -139,8 +142,8 @@ def test_each_request_is_masked_by_its_own_grammar(started):
     assert found == {"9": [9], "10": [10]}
 
 
-def test_drafts_are_kept_as_often_as_their_tokens_are_sampled(started):
-    """Of three requests: a greedy one, one of two tokens at half the temperature, one without."""
+def test_draft_tokens_are_accepted_as_often_as_they_would_be_sampled(started):
+    """Four requests: greedy, top-k 2 at temperature 0.5, without draft tokens, plain sampling."""
     logits = jnp.log(jnp.array([[1.0, 4, 3], [4, 1, 3], [1, 2, 4], [5, 4, 1]]) / 8)
     counts = jnp.array([2, 1, 0, 1])
     sampling = stand_in_host.SamplingOfBatch(
@@ -152,7 +155,7 @@ def test_drafts_are_kept_as_often_as_their_tokens_are_sampled(started):
 
 
 def test_a_prompt_is_pooled_when_all_of_it_was_computed(started):
-    """Of three requests: a whole prompt, the first chunk of one, and the last of another."""
+    """Three requests: a whole prompt, the first chunk of a prompt, and the last of another."""
     plain = stand_in_host.config().model_config
     runner = started.tpu_runner.TPUModelRunner(plain, is_pooling_model=True)
     runner.load_model()
@@ -166,7 +169,7 @@ def test_a_prompt_is_pooled_when_all_of_it_was_computed(started):
     assert runner.pooled == ([5, 32, 40], [5, 32, 8])
 
 
-def test_a_model_that_answers_is_loaded_as_it_was(started):
+def test_a_model_that_generates_keeps_its_pooler(started):
     runner = started.tpu_runner.TPUModelRunner(stand_in_host.config().model_config)
     runner.load_model()
     assert runner.pooler_fn == runner.pool

@@ -1,6 +1,6 @@
-"""What jattn mends of images in tpu-inference, with a stand-in for the host.
+"""What jattn fixes for images in tpu-inference, with a stand-in for the host.
 
-`tests/integrations/test_vllm.py` asks the real one.
+`tests/integrations/test_vllm.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES["Gemma4ForConditionalGeneration"] = "gemma4_mm"
 
 
 def load(host, **settings):
-    """The host's runner, with a model that was loaded while jattn is the backend."""
+    """Load a model while jattn is the backend, and return the host's runner."""
     tpu_inference.register()
     host.start()
     kind = sys.modules["tpu_inference.runner.tpu_runner"].TPUModelRunner
@@ -36,26 +36,26 @@ def model_of(name):
     return getattr(sys.modules[f"tpu_inference.models.jax.{MODULES[name]}"], name)()
 
 
-def test_a_model_is_given_images_where_its_settings_leave_room_for_one(host):
-    """The host takes limits of 0 for some kinds of input for limits of all."""
+def test_a_model_gets_images_if_its_limits_leave_room_for_one(host):
+    """The host takes limits of 0 for some modalities as limits for all."""
     assert load(host, **SEEING).is_multimodal_model
     assert not load(host, is_multimodal_model=True).is_multimodal_model
 
 
 @pytest.mark.parametrize(("size", "ids"), [(None, None), (0, None), (8, "ids")])
-def test_embeddings_per_layer_have_the_tokens_of_a_step_with_images(host, size, ids):
+def test_per_layer_embeddings_get_the_token_ids_of_a_step_with_images(host, size, ids):
     runner = load(host, hidden_size_per_layer_input=size, **SEEING)
     assert runner._get_input_ids_embeds("ids", "embeds", "mask") == (ids, "embeds")
     assert runner._get_input_ids_embeds("ids", None, None) == ("ids", None)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_an_image_is_where_the_runner_says(host, name):
-    """A text has the token of an image, too, before it and after it."""
+def test_images_are_placed_where_the_runner_says(host, name):
+    """The text before and after the image also contains the image token."""
     ids = jnp.array([9, 1, 9, 9, 2, 9, 0])
     rows = jnp.array([[5, 6], [7, 8], [0, 0]], jnp.bfloat16)
     mask = jnp.array([0, 0, 1, 1, 0, 0, 0], bool)
-    for _ in range(2):  # once is enough
+    for _ in range(2):  # the second time changes nothing
         load(host, architectures=[name])
     embed = jax.jit(model_of(name).embed_input_ids)
     found = embed(ids, rows, is_multimodal=mask)
@@ -65,7 +65,7 @@ def test_an_image_is_where_the_runner_says(host, name):
     np.testing.assert_array_equal(embed(ids, None)[:2], want[:2])
 
 
-def test_other_models_are_loaded_as_they_were(host):
+def test_other_models_are_loaded_unchanged(host):
     load(host)
     for name in MODULES:
         assert not hasattr(model_of(name).embed_input_ids, "__wrapped__")

@@ -1,4 +1,4 @@
-"""Models that tpu-inference has in JAX, where jattn refuses them as an engine starts."""
+"""JAX models of tpu-inference that jattn refuses when an engine starts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ IMAGES = {
     "is_multimodal_model": True,
 }
 TORCH = "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model"
-REFUSED = {  # what a model is, and what its user is told
-    "a scaling of its own": (
+REFUSED = {  # changes to a model's settings, and the error
+    "RoPE scaling": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         f"{TORCH} of Qwen3ForCausalLM does not support rope_type yarn",
     ),
-    "one by its older name": (
+    "RoPE scaling by its older name": (
         {**LLAMA, "rope_parameters": {"type": "linear", "factor": 4.0}},
         f"{TORCH} of LlamaForCausalLM does not support rope_type linear",
     ),
-    "a part of heads": (
+    "a rotated part of heads": (
         {**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         f"{TORCH} of LlamaForCausalLM does not support partial_rotary_factor 0.5",
     ),
@@ -36,7 +36,7 @@ REFUSED = {  # what a model is, and what its user is told
         {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
         f"{TORCH} of Qwen3ForCausalLM does not support rope_parameters of several kinds of layers",
     ),
-    "positions of images, scaled": (
+    "image positions, scaled": (
         {**IMAGES, "rope_parameters": {"rope_type": "yarn", "mrope_section": [8, 12, 12]}},
         f"{TORCH} of Qwen2_5_VLForConditionalGeneration does not support rope_type yarn",
     ),
@@ -48,7 +48,7 @@ REFUSED = {  # what a model is, and what its user is told
         {"is_causal": False},
         f"{TORCH} of Qwen3ForCausalLM is causal, but is_causal is false",
     ),
-    "classes": (
+    "classification": (
         {"convert_type": "classify"},
         f"{TORCH}s have no pooler for --convert classify",
     ),
@@ -60,13 +60,13 @@ REFUSED = {  # what a model is, and what its user is told
 SERVED = {
     "Llama 3's scaling": {**LLAMA, "rope_parameters": {"rope_type": "llama3", "factor": 32.0}},
     "no scaling": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "positions of images": {
+    "image positions": {
         **IMAGES, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
     },
     "embeddings": {"convert_type": "embed"},
     "a revision that the host downloads": {"revision": "refs/pr/1"},
     "the revision that it downloads anyway": {**LLAMA, "revision": "main"},
-    "no rotary embedding of its own": {"rope_parameters": None},
+    "no rope_parameters": {"rope_parameters": None},
     "a window of a model that has windows": {
         "architectures": ["Gemma4ForConditionalGeneration"], "sliding_window": 512,
     },
@@ -74,7 +74,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_jax_model_computes_otherwise_is_refused(host, name):
+def test_what_a_jax_model_computes_differently_is_refused(host, name):
     changes, message = REFUSED[name]
     tpu_inference.register()
     with pytest.raises(ValueError, match=r"1 wrong argument\(s\)") as error:
@@ -85,7 +85,7 @@ def test_what_a_jax_model_computes_otherwise_is_refused(host, name):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_next_to_a_refusal_is_served(host, name):
+def test_settings_close_to_refused_ones_are_served(host, name):
     tpu_inference.register()
     host.start(**SERVED[name])
 

@@ -1,6 +1,6 @@
-"""Experts, encoders and delta nets of tpu-inference without TPUs: XLA in its kernels' places.
+"""Experts, encoders and delta nets of tpu-inference without TPUs: XLA in place of its kernels.
 
-`test_tpu_inference.py` has attention, `test_vllm.py` runs the real host.
+`test_tpu_inference.py` tests attention, and `test_vllm.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPERTS, PER_TOKEN, INNER = 5, 32, 6
     ],
 )
 def test_tpu_inferences_experts_multiply_their_own_rows(host, first, count, scaled):
-    """Of all experts, or of some: the last, the first, those between."""
+    """This device has all experts, or some: those in the middle, the last or the first."""
     tpu_inference.register()
     rng = np.random.default_rng(first)
     sizes = np.array([3, 0, 4, 1, 2])
@@ -59,8 +59,8 @@ def test_tpu_inferences_experts_multiply_their_own_rows(host, first, count, scal
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_experts_found_is_added_up_in_float32(host, dtype):
-    """And rows of other devices' experts, which hold anything, count for nothing."""
+def test_expert_outputs_are_summed_in_float32(host, dtype):
+    """Rows of other devices' experts may hold anything, and do not count."""
     tpu_inference.register()
     gmm = sys.modules["tpu_inference.layers.common.fused_moe_gmm"]
     rng = np.random.default_rng(2)
@@ -69,7 +69,7 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
     order = rng.permutation(count)
     weights = rng.uniform(size=(2, PER_TOKEN)).astype(np.float32)
     each = np.asarray(rows, np.float64)[order].reshape(2, PER_TOKEN, 3) * weights[..., None]
-    half = 0.51 * float(jnp.finfo(dtype).eps)  # what rounding once may cost
+    half = 0.51 * float(jnp.finfo(dtype).eps)  # the error of rounding once
     tolerance = {"rtol": half, "atol": 2e-6}
     found = gmm.dense_gather_reduce(rows, order, weights, PER_TOKEN)
     assert found.dtype == dtype
@@ -85,7 +85,7 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
 
 
 @pytest.mark.parametrize("kept", [jnp.int4, jnp.float8_e4m3fn])
-def test_a_matrix_with_scales_of_blocks_needs_no_tpu(host, kept):
+def test_a_matrix_with_block_scales_needs_no_tpu(host, kept):
     tpu_inference.register()
     rng = np.random.default_rng(4)
     rows = jnp.asarray(rng.normal(size=(3, 8)), jnp.bfloat16)
@@ -102,7 +102,7 @@ def test_a_matrix_with_scales_of_blocks_needs_no_tpu(host, kept):
 
 
 def dense(q, k, v, seen, scale, added=0.0):
-    """Attention [B, H, T, D] in float64, over the keys that are seen."""
+    """Return attention [B, H, T, D] in float64, over the keys that are `seen`."""
     k, v = (np.repeat(np.asarray(x, np.float64), q.shape[1] // x.shape[1], 1) for x in (k, v))
     weights = np.where(seen, np.exp(np.einsum("bhtd,bhud->bhtu", q, k) * scale + added), 0)
     return np.einsum("bhtu,bhud->bhtd", weights / weights.sum(-1, keepdims=True), v)
@@ -110,7 +110,7 @@ def dense(q, k, v, seen, scale, added=0.0):
 
 @pytest.mark.parametrize("name", ["numbers", "mask and segments", "causal"])
 def test_tokens_of_an_encoder_see_all_of_their_item(name):
-    """More tokens than a tile, and no whole tiles; two query heads for each head of keys."""
+    """More tokens than a tile, and not a whole number of tiles; two query heads per KV head."""
     rng = np.random.default_rng(11)
     count, keys, dim = 130, 137, 8
     q, k, v = (rng.normal(size=shape) for shape in ((2, 4, count, dim), *[(2, 2, keys, dim)] * 2))
@@ -132,8 +132,8 @@ def test_tokens_of_an_encoder_see_all_of_their_item(name):
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
-def test_encoders_call_no_kernel_for_tpus(host):
-    """By each of the three names that the host knows; items of 3, 0 and 2 tokens, and padding."""
+def test_encoders_call_no_tpu_kernel(host):
+    """Through all three functions of the host; items of 3, 0 and 2 tokens, and padding."""
     tpu_inference.enable_cpu()
     interface = sys.modules["tpu_inference.layers.common.attention_interface"]
     rng = np.random.default_rng(2)
@@ -167,7 +167,7 @@ def test_values_of_an_encoder_may_have_another_size_and_arrays_fewer_axes(host, 
     np.testing.assert_allclose(found, want.reshape(found.shape), rtol=1e-5, atol=1e-6)
 
 
-def test_more_axes_of_an_encoder_than_four_are_refused_by_name(host):
+def test_encoder_arrays_of_more_than_four_axes_are_refused_by_name(host):
     tpu_inference.enable_cpu()
     x = jnp.ones((1, 1, 1, 2, 8))
     wrong = r"query: float32\[1, 1, 1, 2, 8\], but must be an array of at most four axes"
@@ -176,7 +176,7 @@ def test_more_axes_of_an_encoder_than_four_are_refused_by_name(host):
 
 
 def experts_layer(**changes: object) -> SimpleNamespace:
-    """vLLM's `RoutedExperts` of twelve experts, as far as the host reads it."""
+    """Return what the host reads of vLLM's `RoutedExperts`, with twelve experts."""
     plain = {"top_k": 3, "renormalize": True, "scoring_func": "sigmoid", "global_num_experts": 12}
     rule = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
     rule |= {"custom_routing_function": None, "apply_router_weight_on_input": False}
@@ -184,7 +184,7 @@ def experts_layer(**changes: object) -> SimpleNamespace:
 
 
 def routed(host, layer: SimpleNamespace, bias: jax.Array | None = None):
-    """What experts get, and their weights and ids, as the host is told them."""
+    """Return rows and logits, and the experts' input, weights and ids that the host is given."""
     tpu_inference.register()
     host.told["jattn"]["attention"]()
     rng = np.random.default_rng(7)
@@ -203,8 +203,8 @@ def routed(host, layer: SimpleNamespace, bias: jax.Array | None = None):
 
 
 @pytest.mark.parametrize(("biased", "renormalize"), [(False, True), (True, False)])
-def test_experts_are_of_the_best_groups(host, biased, renormalize):
-    """Written out: a group is as good as its best expert, with a bias as its best two."""
+def test_experts_come_from_the_best_groups(host, biased, renormalize):
+    """A group's score is that of its best expert or, with a bias, the sum of its best two."""
     bias = np.tile([0.3, -0.2, -0.3], 4) if biased else np.zeros(12)
     grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
     layer = experts_layer(**grouped, renormalize=renormalize, routed_scaling_factor=2.5)
@@ -222,10 +222,10 @@ def test_experts_are_of_the_best_groups(host, biased, renormalize):
         assert ids[token].tolist() == want
         weight = scores[want] / (scores[want].sum() if renormalize else 1)
         np.testing.assert_allclose(weights[token], 2.5 * weight, rtol=1e-5)
-    assert plain < 5  # of 9 tokens; the host's own choice
+    assert plain < 5  # of 9 tokens: without groups, most would get other experts
 
 
-def test_a_function_of_the_model_may_choose_experts_and_weight_what_they_get(host):
+def test_a_model_may_choose_experts_by_a_function_and_weight_their_input(host):
     def last(hidden_states, gating_output, topk, renormalize):
         assert (hidden_states.shape, topk, renormalize) == ((9, 4), 1, False)
         return gating_output[:, -1:], jnp.full((9, 1), 11)
@@ -241,7 +241,7 @@ def test_a_function_of_the_model_may_choose_experts_and_weight_what_they_get(hos
     np.testing.assert_allclose(x, rows * logits[:, -1:], rtol=1e-6)
 
 
-def test_the_highest_scores_are_the_hosts_own_choice(host):
+def test_the_host_chooses_the_experts_with_the_highest_scores(host):
     layer = experts_layer()
     _, logits, (_, weights, ids) = routed(host, layer)
     np.testing.assert_array_equal(ids, np.argsort(-logits)[:, :3])
@@ -251,8 +251,8 @@ def test_the_highest_scores_are_the_hosts_own_choice(host):
 
 
 @pytest.mark.parametrize("case", ["groups", "bias", "ids", "plain"])
-def test_requests_are_told_the_experts_that_they_had(host, case):
-    """The host noted those with the highest scores, of this layer after another."""
+def test_requests_are_told_their_routed_experts(host, case):
+    """The host has noted the experts with the highest scores: another layer's, then this one's."""
     grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
     layer = experts_layer(**(grouped if case == "groups" else {}))
     bias = jnp.asarray(np.tile([0.9, -0.2, -0.9], 4), jnp.float32) if case == "bias" else None
@@ -272,14 +272,14 @@ def test_requests_are_told_the_experts_that_they_had(host, case):
             extra_backend_kwargs=extra,
         )[2]  # fmt: skip
 
-    apply()  # where there is no step
+    apply()  # outside a step
     host.noted = []
     apply()
     assert host.noted == []
     host.noted = ["another layer's", plain]
     ids = apply()
     assert host.noted[0] == "another layer's"
-    if case == "bias":  # the stand-in leaves a bias out, and the host does not
+    if case == "bias":  # the stand-in ignores the bias; the host does not
         scores = jax.nn.sigmoid(logits)
         ids = jax.lax.top_k(scores + bias[None], 3)[1]
     np.testing.assert_array_equal(host.noted[1], ids)
@@ -322,7 +322,7 @@ def test_kernels_for_experts_are_refused_without_a_tpu(host, setting, monkeypatc
     host.start()
 
 
-def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypatch):
+def test_delta_nets_use_the_hosts_kernels_on_a_tpu_and_xla_elsewhere(host, monkeypatch):
     tpu_inference.register()
     backend = host.told["jattn"]["linear_attention"]()
     assert backend.conv1d_gdn_kernel() is linear.convolve_and_scan
@@ -340,7 +340,7 @@ def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypa
     ],
 )
 def test_a_delta_nets_state_is_read_and_written_where_the_host_says(host, monkeypatch, step, dtype):
-    """A new sequence starts from zeros, whatever its slot holds; other slots stay as they are."""
+    """A new sequence starts from zeros, whatever its slot holds; other slots stay unchanged."""
     heads, size, count = 2, 3, 4
     width = 3 * heads * size
     rng = np.random.default_rng(5)
@@ -366,7 +366,7 @@ def test_a_delta_nets_state_is_read_and_written_where_the_host_says(host, monkey
         of_mode = functools.partial(scan, mode)
         name = f"ragged_gated_delta_rule_{mode}"
         monkeypatch.setattr(sys.modules[reference], name, of_mode, raising=False)
-    # Old, new, and moved to another slot; the last two rows are not of this step.
+    # A running sequence, a new one, and one that moves to another slot; then two rows of padding.
     lengths, done = [1, 1 if step == "decode" else 3, 1, 7, 7], [4, 0, 6, 7, 7]
     write, read = [3, 5, 6, 8, 8], [3, 2, 1, 8, 8]
     decodes = 3 if step == "decode" else 1

@@ -1,6 +1,6 @@
-"""Settings of vLLM that jattn refuses for tpu-inference as an engine starts, with a stand-in.
+"""vLLM settings that jattn refuses when an engine of tpu-inference starts, with a stand-in.
 
-`test_tpu_inference_jax_models.py` has those of the host's JAX models.
+`test_tpu_inference_jax_models.py` tests those that concern the host's JAX models.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ REFUSED = {
         {"prefill_context_parallel_size": 4},
         "--prefill-context-parallel-size: 4, but must be 1",
     ),
-    "data, a process each": (
+    "data parallelism, a process each": (
         {"data_parallel_size": 2},
         "--data-parallel-size: 2, but must be 1 on a cpu",
     ),
-    "data, one process": (
+    "data parallelism, one process": (
         {"model_dp_size": 2, "total_dp_size": 2},
         "--data-parallel-size: 2, but must be 1 on a cpu",
     ),
-    "data of attention": (
+    "data-parallel attention": (
         {"total_dp_size": 4},
         "enable_dp_attention of --additional_config: true, which has 4 devices attend to different "
         "requests, but must be left out, or given with fewer devices, on a cpu",
@@ -62,7 +62,10 @@ REFUSED = {
         {"max_logprobs": 129},
         "--max-logprobs: 129, but must be from 0 to 128, the model's vocabulary",
     ),
-    "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
+    "another cache dtype": (
+        {"cache_dtype": "nvfp4"},
+        "--kv-cache-dtype: nvfp4, but must be one of auto",
+    ),
     "latents on two devices": (
         {"use_mla": True, "tensor_parallel_size": 2},
         "--tensor-parallel-size: 2, but must be 1 for a model with MLA layers",
@@ -95,19 +98,19 @@ REFUSED = {
         {"is_hybrid": True, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]},
         "--model: NemotronHForCausalLM, but must be one whose recurrent layers",
     ),
-    "recurrent layers alone": (
+    "only recurrent layers": (
         {"is_attention_free": True, "architectures": ["MambaForCausalLM"]},
         "--model: MambaForCausalLM, but must be one with attention",
     ),
-    "keys that are chosen": (
+    "keys chosen by an indexer": (
         {"index_topk": 2048, "architectures": ["DeepseekV32ForCausalLM"]},
         "--model: DeepseekV32ForCausalLM with index_topk, but must be one whose queries attend to",
     ),
-    "embeddings alone": (
+    "embeddings in place of tokens": (
         {"architectures": ["Gemma3nForConditionalGeneration"]},
         "--model: Gemma3nForConditionalGeneration, but must be another one",
     ),
-    "features of images that a model keeps": (
+    "image features that a model keeps": (
         {
             "is_multimodal_model": True,
             "supports_multimodal_inputs": True,
@@ -123,7 +126,7 @@ REFUSED = {
         {"is_multimodal_model": True, "is_mm_prefix_lm": True},
         "--limit-mm-per-prompt: not 0 for every modality, but must be 0 for each: tokens of",
     ),
-    "drafts": (
+    "speculative decoding with recurrent layers": (
         {
             "is_hybrid": True,
             "model_type": "qwen3_next",
@@ -131,11 +134,11 @@ REFUSED = {
         },
         "--speculative-config: given, but must be left out for a model with recurrent states",
     ),
-    "kernels": (
+    "a JAX model with TPU kernels": (
         {"architectures": ["Llama4ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm",
     ),
-    "a model of text whose configuration is another's": (
+    "a text model without a text_config": (
         {"architectures": ["Gemma4ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM reads",
     ),
@@ -144,15 +147,15 @@ REFUSED = {
         "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen3ForCausalLM loads "
         "weights for head sizes of 64 and multiples of 128 only, not 96",
     ),
-    "a head of its own": (
+    "an untied output head": (
         {"architectures": ["Qwen2ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen2ForCausalLM reads",
     ),
-    "prompts that are no tokens": (
+    "prompt embeddings": (
         {"enable_prompt_embeds": True},
         "--enable-prompt-embeds: given, but must be left out",
     ),
-    "processors of logits": (
+    "logits processors": (
         {"logits_processors": ["package:Class"]},
         "--logits-processors: package:Class, but must be left out",
     ),
@@ -165,7 +168,7 @@ REFUSED = {
         "enable_continue_decode of --additional_config: true, but must be left out, or given with "
         "--no-async-scheduling",
     ),
-    "several tokens a step, of layers of two kinds": (
+    "several tokens a step, for layers of two kinds": (
         {
             "additional_config": {"enable_continue_decode": True},
             "async_scheduling": False,
@@ -178,7 +181,7 @@ REFUSED = {
         {"use_v2_model_runner": True},
         "VLLM_USE_V2_MODEL_RUNNER: 0, but must be 0: vLLM's scheduler would resend a",
     ),
-    "images with drafts": (
+    "images with speculative decoding": (
         {
             "is_multimodal_model": True,
             "supports_multimodal_inputs": True,
@@ -186,36 +189,36 @@ REFUSED = {
         },
         "--speculative-config: given, but must be left out for a multimodal model, or given",
     ),
-    "chunks of two kinds": (
+    "dual chunk attention": (
         {"dual_chunk_attention_config": {"chunk_size": 262144}},
         "--model: Qwen3ForCausalLM with dual_chunk_attention_config, but must be one without it "
         """(--hf-overrides '{"dual_chunk_attention_config": null}')""",
     ),
-    "memory of caches": (
+    "memory for the KV cache": (
         {"kv_cache_memory_bytes": 2**30},
         "--kv-cache-memory-bytes: 1073741824, but must be left out",
     ),
-    "caches elsewhere": (
+    "offloaded blocks": (
         {"kv_offloading_size": 4.0},
         "--kv-offloading-size: 4.0, but must be left out: the host does not offload blocks",
     ),
-    "marks in a text": (
+    "watermarks": (
         {"watermark_config": "gumbel", "use_v2_model_runner": True},
         "--watermark-config: gumbel, but must be left out: the host adds no watermark",
     ),
-    "masks of samples": (
+    "sampling masks": (
         {"return_sampling_mask": True},
         "--return-sampling-mask: True, but must be left out",
     ),
-    "embeddings of images from elsewhere": (
+    "image embeddings from elsewhere": (
         {"ec_transfer_config": "a connector"},
         "--ec-transfer-config: a connector, but must be left out",
     ),
-    "weights from elsewhere": (
+    "transferred weights": (
         {"weight_transfer_config": "nccl"},
         "--weight-transfer-config: nccl, but must be left out: the host changes no weights",
     ),
-    "stages that are scheduled ahead": (
+    "pipeline stages that are scheduled ahead": (
         {"pipeline_parallel_size": 2},
         "--async-scheduling: on, but must be off (--no-async-scheduling) with --pipeline-parallel",
     ),
@@ -223,7 +226,7 @@ REFUSED = {
         {"runner_type": "pooling"},
         "--async-scheduling: on, but must be off (--no-async-scheduling) with --runner pooling",
     ),
-    "drafts in stages": (
+    "speculative decoding in pipeline stages": (
         {
             "pipeline_parallel_size": 2,
             "async_scheduling": False,
@@ -231,7 +234,7 @@ REFUSED = {
         },
         "--pipeline-parallel-size: 2, but must be 1 with --speculative-config",
     ),
-    "images in stages": (
+    "images in pipeline stages": (
         {
             "pipeline_parallel_size": 2,
             "async_scheduling": False,
@@ -240,7 +243,7 @@ REFUSED = {
         },
         "--pipeline-parallel-size: 2, but must be 1 for a multimodal model, or given with",
     ),
-    "embeddings per layer in stages": (
+    "per-layer embeddings in pipeline stages": (
         {
             "pipeline_parallel_size": 2,
             "async_scheduling": False,
@@ -258,7 +261,7 @@ REFUSED = {
         },
         "Gemma4ForConditionalGeneration reads pixels as bfloat16, but --dtype is torch.float32",
     ),
-    "a JAX model in stages": (
+    "a JAX model in pipeline stages": (
         {
             "pipeline_parallel_size": 2,
             "async_scheduling": False,
@@ -268,7 +271,7 @@ REFUSED = {
         "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM "
         "crashes",
     ),
-    "embeddings of images": (
+    "image embeddings": (
         {
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
             "is_multimodal_model": True,
@@ -277,12 +280,15 @@ REFUSED = {
         },
         "--enable-mm-embeds: given, but must be left out, or MODEL_IMPL_TYPE=vllm set",
     ),
-    "traces": ({"enable_trace_replay": True}, "--enable-trace-replay: True, but must be left out"),
+    "trace replay": (
+        {"enable_trace_replay": True},
+        "--enable-trace-replay: True, but must be left out",
+    ),
 }
 
 
 SERVED = {
-    "drafts of a model of images that is given none": {
+    "speculative decoding for a multimodal model without images": {
         "is_multimodal_model": True,
         "speculative_config": SimpleNamespace(method="ngram"),
     },
@@ -290,12 +296,12 @@ SERVED = {
         "additional_config": {"enable_continue_decode": True},
         "async_scheduling": False,
     },
-    "stages, of a model of images that is given none": {
+    "pipeline stages of a multimodal model without images": {
         "pipeline_parallel_size": 2,
         "async_scheduling": False,
         "is_multimodal_model": True,
     },
-    "a model that would keep features of images": {
+    "a model that keeps image features, without images": {
         "is_multimodal_model": True,
         "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
     },
@@ -311,20 +317,20 @@ SERVED = {
         "is_multimodal_model": True,
         "supports_multimodal_inputs": True,
     },
-    "a text in float32, of a model of images": {
+    "a multimodal model in float32, without images": {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "is_multimodal_model": True,
         "dtype": "torch.float32",
     },
     "a vocabulary that devices share": {"tensor_parallel_size": 2, "vocabulary": 98},
-    "embeddings of a vocabulary that they cannot share": {
+    "pooling with a vocabulary that devices cannot share": {
         "tensor_parallel_size": 2,
         "vocabulary": 97,
         "runner_type": "pooling",
         "async_scheduling": False,
     },
     "latents in pages that are not padded": {"use_mla": True, "block_size": 64},
-    "blocks that are no pages of latents": {"block_size": 48},
+    "such pages without latents": {"block_size": 48},
     "processed log-probabilities": {"logprobs_mode": "processed_logprobs", "max_logprobs": 128},
     "one token a step": {"additional_config": {"enable_continue_decode": False}},
     "heads of 64": {"head_size": 64},
@@ -333,15 +339,15 @@ SERVED = {
         "head_size": 96,
         "architectures": ["LlamaForCausalLM"],
     },
-    "a head that is the embedding": {
+    "a tied output head": {
         "architectures": ["Qwen2ForCausalLM"],
         "tie_word_embeddings": True,
     },
-    "weights that a checkpoint has quantized": {
+    "a quantized checkpoint": {
         "quantization": "fp8",
         "quant_config": type("VllmFp8Config", (), {})(),
     },
-    "a model of text, from a configuration of more": {
+    "a text model with a text_config": {
         "architectures": ["Gemma4ForCausalLM"],
         "text_config": {},
     },
@@ -349,22 +355,22 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_next_to_a_refusal_is_served(host, name):
+def test_settings_close_to_refused_ones_are_served(host, name):
     tpu_inference.register()
     host.start(**SERVED[name])
 
 
 ADAPTERS = SimpleNamespace(target_modules=None)
 TORCH = {
-    "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
+    "Gemma 4, text only": {"architectures": ["Gemma4ForCausalLM"]},
     "any head size": {"head_size": 96},
     "adapters": {"lora_config": ADAPTERS},
-    "Gemma 4 in stages": {
+    "Gemma 4 in pipeline stages": {
         "pipeline_parallel_size": 2,
         "async_scheduling": False,
         "architectures": ["Gemma4ForCausalLM"],
     },
-    "embeddings of images": {
+    "image embeddings": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "multimodal_config": SimpleNamespace(enable_mm_embeds=True),
     },
@@ -403,8 +409,8 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     host.start()
 
 
-def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
-    """The host also takes vLLM's model where it has none of its own."""
+def test_torch_models_may_have_adapters_and_fewer_kv_heads_than_devices(host):
+    """The host also falls back to vLLM's torch model if it has no JAX model."""
     tpu_inference.register()
     changes = {"lora_config": ADAPTERS, "tensor_parallel_size": 8}
     for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
@@ -418,7 +424,7 @@ def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host)
 
 @pytest.mark.parametrize("given", [None, "1"])
 def test_vllm_schedules_for_the_runner_that_the_host_has(host, monkeypatch, given):
-    """Unless its user says otherwise, and is told."""
+    """A user's own setting stays; the start then refuses it."""
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if given is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
@@ -451,7 +457,7 @@ def test_a_variable_does_not_name_experts_for_adapters(host, monkeypatch):
         host.start(lora_config=ADAPTERS, experts=8)
 
 
-def test_ends_of_answers_are_looked_for_in_each_of_several_steps(host, monkeypatch):
+def test_each_of_several_tokens_a_step_is_checked_for_eos(host, monkeypatch):
     tpu_inference.register()
     several = SERVED["several tokens a step"]
     monkeypatch.setenv("CONTINUE_DECODE_EOS_CHECK_INTERVAL", "4")
@@ -488,7 +494,7 @@ def test_a_frontend_that_skips_the_checks_of_requests_is_refused(host, monkeypat
 
 
 def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=256, heads=2):
-    """A vLLM `SpeculativeConfig`."""
+    """Return a vLLM `SpeculativeConfig`."""
     config = SimpleNamespace(hidden_size=hidden_size, num_attention_heads=heads)
     draft = SimpleNamespace(
         architectures=[architecture], hf_config=config, get_head_size=lambda: head_size
@@ -497,10 +503,10 @@ def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=2
 
 
 LLAMA, TIED = {"architectures": ["LlamaForCausalLM"]}, {"tie_word_embeddings": True}
-DRAFTS_SERVED = {  # how the model is run, a draft, and what the model is
+DRAFTS_SERVED = {  # the implementation, the draft model, and changes to the target model
     "EAGLE3 for a JAX model": ("flax_nnx", drafting("eagle3"), LLAMA),
     "EAGLE3 for a torch model": ("vllm", drafting("eagle3", head_size=96), {}),
-    "heads that are padded alike": (
+    "heads that need equal padding": (
         "flax_nnx",
         drafting("eagle3", head_size=96, hidden_size=192),
         {**LLAMA, "head_size": 224},
@@ -519,7 +525,7 @@ DRAFTS_SERVED = {  # how the model is run, a draft, and what the model is
 
 
 @pytest.mark.parametrize("name", DRAFTS_SERVED)
-def test_drafts_are_served_a_step_at_a_time(host, name):
+def test_draft_models_are_served_without_scheduling_ahead(host, name):
     host.impl, draft, changes = DRAFTS_SERVED[name]
     tpu_inference.register()
     host.start(speculative_config=draft, async_scheduling=False, **changes)
@@ -548,13 +554,13 @@ DRAFTS_REFUSED = {
         {"architectures": ["Gemma4ForCausalLM"], "text_config": {}},
         "--speculative-config: method dflash, but must be left out: of the host's JAX models, only",
     ),
-    "DFLASH for a head of its own": (
+    "DFLASH for an untied output head": (
         "flax_nnx",
         drafting("dflash"),
         {},
         "must be left out for a Qwen3ForCausalLM without tie_word_embeddings",
     ),
-    "heads that are padded as the model's are": (
+    "heads that need less padding than the target model's": (
         "flax_nnx",
         drafting("eagle3", head_size=64, hidden_size=128),
         {**LLAMA, "head_size": 96},
@@ -572,7 +578,7 @@ DRAFTS_REFUSED = {
         {},
         "--speculative-config: mtp with DeepSeekMTPModel, but must be left out",
     ),
-    "MTP of one token": (
+    "two tokens of a one-token MTP": (
         "vllm",
         drafting("mtp", "MiMoMTPModel", count=2),
         {},
@@ -582,7 +588,7 @@ DRAFTS_REFUSED = {
 
 
 @pytest.mark.parametrize("name", DRAFTS_REFUSED)
-def test_drafts_that_end_the_host_are_refused_at_the_start(host, name):
+def test_draft_models_that_the_host_cannot_run_are_refused_at_the_start(host, name):
     host.impl, draft, changes, message = DRAFTS_REFUSED[name]
     tpu_inference.register()
     with pytest.raises(ValueError, match=r"1 wrong argument\(s\)") as error:

@@ -1,6 +1,6 @@
 """Requests that jattn refuses for tpu-inference, with a stand-in for the host.
 
-`tests/integrations/test_vllm_requests.py` asks the real one.
+`tests/integrations/test_vllm_requests.py` sends such requests to the real host.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CONSUMER = SimpleNamespace(kv_connector="TPUConnector", is_kv_producer=False)
 PRODUCER = SimpleNamespace(kv_connector="TPUConnector", is_kv_producer=True)
 PULLED = {"uuid": 5, "remote_block_ids": [1], "remote_host": "10.0.0.1", "remote_port": 9100}
 DRAFTS = {"speculative_config": {"method": "ngram"}}
-REFUSED = {  # fields of a request, its engine's settings, and what the request is told
-    "log-probabilities of drafts": (
+REFUSED = {  # fields of a request, its engine's settings, and the error
+    "log-probabilities with speculative decoding": (
         {"logprobs": 1}, DRAFTS,
         "logprobs: 1, but must be left out with --speculative-config",
     ),
-    "those of the prompt, with drafts": (
+    "prompt log-probabilities with speculative decoding": (
         {"prompt_logprobs": 0}, DRAFTS,
         "prompt_logprobs: 0, but must be left out with --speculative-config",
     ),
-    "those of the prompt, with images": (
+    "prompt log-probabilities with images": (
         {"prompt_logprobs": 2}, {"is_multimodal_model": True},
         "prompt_logprobs: 2, but must be left out for a multimodal model",
     ),
@@ -36,7 +36,7 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
     "log-probabilities of all tokens": (
         {"logprobs": -1}, {}, "logprobs: -1, but must be at least 1",
     ),
-    "those of some tokens": (
+    "log-probabilities of given tokens": (
         {"logprob_token_ids": [5, 6]}, {},
         "logprob_token_ids: list [5, 6], but must be left out",
     ),
@@ -49,31 +49,35 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
         "logit_bias: dict {5: 0.0, 6: -1.0}, but must be left out: the host would ignore it",
     ),
     "bad words": ({"bad_words": ["no"]}, {}, "bad_words: list ['no'], but must be left out"),
-    "likely tokens": (
+    "min_p": (
         {"min_p": 0.1}, {},
         "min_p: 0.1, but must be 0 (--generation-config vllm, if the request did not set it)",
     ),
-    "presence": ({"presence_penalty": -0.5}, {}, "presence_penalty: -0.5, but must be 0 ("),
-    "frequency": ({"frequency_penalty": 2.0}, {}, "frequency_penalty: 2.0, but must be 0 ("),
-    "repetition": ({"repetition_penalty": 1.05}, {}, "repetition_penalty: 1.05, but must be 1 ("),
-    "an answer of some length": (
+    "presence penalty": ({"presence_penalty": -0.5}, {}, "presence_penalty: -0.5, but must be 0 ("),
+    "frequency penalty": (
+        {"frequency_penalty": 2.0}, {}, "frequency_penalty: 2.0, but must be 0 (",
+    ),
+    "repetition penalty": (
+        {"repetition_penalty": 1.05}, {}, "repetition_penalty: 1.05, but must be 1 (",
+    ),
+    "a minimum length": (
         {"min_tokens": 3}, {},
         "min_tokens: 3, but must be 0, or given with ignore_eos and without stop_token_ids",
     ),
-    "one that a token ends": (
+    "a minimum length with a stop token": (
         {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}, {},
         "min_tokens: 3, but must be 0",
     ),
     "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
-    "a grammar, with drafts": (
+    "a grammar with speculative decoding": (
         {"structured_outputs": "a choice"}, DRAFTS,
         "structured_outputs: given (or response_format, or a tool_choice), but must be left out",
     ),
-    "a prompt read elsewhere, without saying where": (
+    "a prompt prefilled elsewhere, without saying where": (
         {"extra_args": {"kv_transfer_params": {"uuid": 5}}}, {"kv_transfer_config": CONSUMER},
         "kv_transfer_params: dict {'uuid': 5}, but must be those that the prefill server",
     ),
-    "a budget": (
+    "a thinking budget": (
         {"thinking_token_budget": 9}, {},
         "thinking_token_budget: 9, but must be left out",
     ),
@@ -81,33 +85,35 @@ REFUSED = {  # fields of a request, its engine's settings, and what the request 
 SERVED = {
     "nothing": ({}, DRAFTS),
     "log-probabilities": ({"logprobs": 1, "prompt_logprobs": 1}, {}),
-    "those of the prompt, of all tokens": ({"prompt_logprobs": -1}, {}),
-    "those of an answer, with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
-    "what changes nothing": ({"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {}),
-    "a prompt read elsewhere": (
+    "prompt log-probabilities of all tokens": ({"prompt_logprobs": -1}, {}),
+    "log-probabilities with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
+    "settings that change nothing": (
+        {"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {},
+    ),
+    "a prompt prefilled elsewhere": (
         {"extra_args": {"kv_transfer_params": PULLED}}, {"kv_transfer_config": CONSUMER},
     ),
-    "one that is read here": (
+    "a prompt prefilled here": (
         {"extra_args": {"kv_transfer_params": {}}}, {"kv_transfer_config": CONSUMER},
     ),
-    "one to be read for another": (
+    "a prompt to prefill for another server": (
         {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}},
         {"kv_transfer_config": PRODUCER},
     ),
-    "what another connector reads": (
+    "parameters of another connector": (
         {"extra_args": {"kv_transfer_params": {"uuid": 5}}},
         {"kv_transfer_config": SimpleNamespace(kv_connector="Another", is_kv_producer=False)},
     ),
     "a grammar": ({"structured_outputs": "a choice"}, {}),
-    "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),
-    "an answer that no token ends": (
+    "a seed for a greedy request": ({"seed": 7, "temperature": 0.0}, {}),
+    "a minimum length without stop tokens": (
         {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": []}, {},
     ),
 }  # fmt: skip
 
 
 def ask(fields: dict, settings: dict, backend: str = "JATTN") -> object:
-    """What vLLM finds when it validates a request."""
+    """Let vLLM validate a request, and return its result."""
     config = stand_in_host.config(**settings)
     config.backend = SimpleNamespace(name=backend)
     processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(config)
@@ -127,20 +133,20 @@ def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_next_to_a_refusal_is_served(host, name):
+def test_requests_close_to_refused_ones_are_served(host, name):
     tpu_inference.register()
     tpu_inference.register()
     assert ask(*SERVED[name]) == "a watermark"
 
 
-def test_requests_of_pooling_are_left_alone(host):
+def test_pooling_requests_are_left_alone(host):
     tpu_inference.register()
     processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(None)
     assert processor._validate_params(SimpleNamespace(), ("embed",)) == "a watermark"
 
 
 def bring(kinds: tuple[str, ...], settings: dict, backend: str = "JATTN", **options: bool) -> None:
-    """Have vLLM read a request's inputs of some kinds."""
+    """Let vLLM process a request with inputs of these modalities."""
     config = stand_in_host.config(**settings)
     config.backend = SimpleNamespace(name=backend)
     processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(config)

@@ -1,7 +1,7 @@
 """How jattn starts inside tpu-inference: hooks, processes and memory.
 
-`test_tpu_inference_refusals.py` has what is refused there, `test_tpu_inference.py` attention, and
-`test_vllm.py` runs the real host.
+`test_tpu_inference_refusals.py` tests what is refused at the start, `test_tpu_inference.py` tests
+attention, and `test_vllm.py` runs the real host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host,
         ("tpu,cpu", 4, False),
         ("proxy", 0, False),
         ("", 0, True),
-        ("cpu", 4, True),  # other accelerators have files where TPUs have theirs
+        ("cpu", 4, True),  # other accelerators use the same device files as TPUs
     ],
 )
 def test_hooks_are_for_machines_without_tpus(host, monkeypatch, platforms, chips, hooked):
@@ -102,12 +102,12 @@ def test_hooks_are_for_machines_without_tpus(host, monkeypatch, platforms, chips
     assert kept is None
     put = utils.general_device_put
     tpu_inference.enable_cpu()
-    assert utils.general_device_put is put  # once is enough
+    assert utils.general_device_put is put  # the second time changes nothing
     t2j = sys.modules["tpu_inference.layers.vllm.quantization.unquantized"].t2j
     assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
 
 
-def test_blocks_that_come_are_in_the_caches_before_the_step(host):
+def test_received_blocks_are_in_the_caches_before_the_step(host):
     tpu_inference.enable_cpu()
     mixin = sys.modules["vllm.v1.worker.kv_connector_model_runner_mixin"]
     step = SimpleNamespace(has_sync_kv_loads=False)
@@ -137,7 +137,7 @@ def test_runs_of_blocks_are_put_into_every_layer(host):
     assert found == {2: [0, 4, 5, 0, 0, 0, 1, 2, 0], None: [0, 4, 5, 0, 0, 0, 1, 2, 3]}
 
 
-def test_drafts_are_compiled_without_options_for_tpus(host):
+def test_draft_models_are_compiled_without_tpu_options(host):
     modules = "tpu_inference.spec_decode.jax."
     eagle3 = sys.modules[f"{modules}eagle3"].Eagle3Proposer()
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
@@ -191,7 +191,7 @@ def test_the_host_takes_jattn_in_any_process_and_no_other_backend(host):
         check(SimpleNamespace(backend=SimpleNamespace(name="ANOTHER")))
 
 
-def test_several_machines_without_tpus_get_a_worker_that_brings_them_together(host, monkeypatch):
+def test_several_machines_without_tpus_get_a_worker_that_connects_them(host, monkeypatch):
     tpu_inference.register()
     platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
     asked = stand_in_host.config()
@@ -244,7 +244,7 @@ def test_processes_agree_on_where_they_meet(monkeypatch):
     assert one == {"num_processes": 2, "process_id": 1}
 
 
-def test_the_memory_of_other_processes_is_taken_to_be_as_ours():
+def test_other_processes_are_assumed_to_have_as_much_memory_as_this_one():
     here = SimpleNamespace(
         platform="gpu",
         process_index=0,
@@ -263,7 +263,7 @@ MACHINE = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailabl
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 
 
-CONTAINERS = {  # its files, and how many GiB are left
+CONTAINERS = {  # a container's files, and how many GiB are left
     "none": ({}, 32),
     "version 2, unlimited": (
         {
@@ -274,7 +274,7 @@ CONTAINERS = {  # its files, and how many GiB are left
         },
         32,
     ),
-    "version 2, by the group above": (
+    "version 2, limited by the parent group": (
         {
             "proc/self/cgroup": "0::/pods/one\n",
             f"{V2}/pods/memory.max": f"{16 * GIB}\n",
@@ -320,9 +320,9 @@ def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
     platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
     host.config = stand_in_host.config(data_parallel_size_local=2)
     host.config.backend = SimpleNamespace(name="JATTN")
-    platform.check_and_update_config(host.config)  # before a process of its own for each
+    platform.check_and_update_config(host.config)  # before each replica gets its own process
     host.told["jattn"]["attention"]()
     assert cpu._memory([here]) == [(0, 6 * GIB)]
-    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # a machine for each
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # each worker on its own machine
     host.start()
     assert cpu._memory([here]) == [(0, 12 * GIB)]
