@@ -1,4 +1,4 @@
-"""Products of many matrices, each with its run of rows (`jattn.integrations.grouped`)."""
+"""Products of many matrices, each with its own run of rows (`jattn.integrations.grouped`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNS = {
     "some empty": ([0, 21, 0, 9, 10, 0], 40),
     "all in one": ([0, 40], 40),
     "longer than a tile": ([140, 3, 157], 300),
-    "rows of others": ([5, 0, 6], 20),
+    "rows of other devices": ([5, 0, 6], 20),
     "none": ([0, 0, 0], 4),
     "one row": ([0, 1], 1),
 }
@@ -33,7 +33,7 @@ DTYPES = [jnp.float32, jnp.bfloat16]
         for transposed in (False, True)
     ],
 )
-def test_each_run_of_rows_meets_its_matrix(name, transposed):
+def test_each_run_of_rows_is_multiplied_by_its_matrix(name, transposed):
     sizes, n = RUNS[name]
     rng = np.random.default_rng(n)
     dtype = DTYPES[transposed]
@@ -51,7 +51,7 @@ def test_each_run_of_rows_meets_its_matrix(name, transposed):
     assert np.isfinite(found).all()
 
 
-def test_other_devices_use_jaxs_own():
+def test_other_devices_use_jaxs_ragged_dot():
     lowered = jax.jit(grouped.grouped_dot).trace(
         jnp.ones((16, 8)), jnp.ones((4, 8, 8)), jnp.full(4, 4, jnp.int32)
     )
@@ -60,7 +60,7 @@ def test_other_devices_use_jaxs_own():
 
 
 def test_weights_are_unpacked_matrix_by_matrix():
-    """Their scales count, and no copy of all of them in a wider dtype is made."""
+    """Their scales are applied, and there is never a copy of all weights in a wider dtype."""
     experts, width, blocks = 64, 32, 4
     rng = np.random.default_rng(3)
     rows = jnp.asarray(rng.normal(size=(experts, width)), jnp.float32)
@@ -75,7 +75,7 @@ def test_weights_are_unpacked_matrix_by_matrix():
 
 
 def test_rows_are_not_copied_for_every_matrix():
-    """As `jax.lax.ragged_dot` does on CPUs."""
+    """`jax.lax.ragged_dot` makes such copies on CPUs."""
     shapes = ((256, 64), jnp.float32), ((64, 64, 32), jnp.float32), ((64,), jnp.int32)
     given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     spent = {
@@ -83,5 +83,5 @@ def test_rows_are_not_copied_for_every_matrix():
         for dot in (grouped.grouped_dot, jax.lax.ragged_dot)
     }
     copies = 256 * 64 * 64 * 4
-    assert spent[jax.lax.ragged_dot] >= copies, "then JAX's own would do"
+    assert spent[jax.lax.ragged_dot] >= copies, "JAX copies no rows: use its `ragged_dot`"
     assert spent[grouped.grouped_dot] < copies / 8

@@ -1,8 +1,8 @@
-"""The recipes of docs/ do what their pages say, each with its stack installed.
+"""Whether the recipes in docs/ do what their pages say, each with its stack installed.
 
-Every stack needs an environment of its own:
+Every stack needs its own environment:
 
-    pip install -e '.[vllm]' pytest                   # MaxText's: it calls tpu-inference
+    pip install -e '.[vllm]' pytest                   # MaxText, which calls tpu-inference
     pip install -e . pytest keras-hub 'jax[cpu]'      # KERAS_BACKEND=jax
     pip install -e . pytest levanter==1.2.dev1644 haliax==1.4.dev453 jax==0.10.2 chex gitpython
     pip install -e . pytest easydel==0.3.0
@@ -35,13 +35,13 @@ PAGES = {
 
 @pytest.fixture(autouse=True)
 def as_users_have_it():
-    """The stacks' own code promotes ranks and dtypes."""
+    """Allow promotion as JAX does by default: the stacks promote ranks and dtypes."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def recipe(stack: str) -> dict:
-    """The names that the first block of code after a stack's name defines."""
+    """Return the names that the first code block after a stack's name defines."""
     page = PAGES[stack]
     text = (DOCS / page).read_text().split(f"\n**{stack}** ", 1)[1]
     code = re.search(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S).group(1)
@@ -59,7 +59,7 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 )
 @pytest.mark.parametrize("head_dim", [128, 64])
 def test_maxtext(monkeypatch, head_dim):
-    """tpu-inference's function, as MaxText calls it, and the reference that it ships."""
+    """Compare tpu-inference's function, called as by MaxText, with the reference that it ships."""
     from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
     from tpu_inference.layers.common import attention_interface
 
@@ -101,7 +101,7 @@ def test_maxtext(monkeypatch, head_dim):
 @pytest.mark.skipif(not importlib.util.find_spec("keras_hub"), reason="needs keras-hub")
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma"])
 def test_kerashub(monkeypatch, family):
-    """Ragged chunks over a paged cache have the hidden states of KerasHub's own dense pass."""
+    """Ragged chunks over a paged cache give the hidden states of KerasHub's dense pass."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     import keras
     import keras_hub
@@ -111,7 +111,7 @@ def test_kerashub(monkeypatch, family):
     heads, kv_heads, head_dim, layers = 4, 2, 16, 3
     sizes = {"vocabulary_size": 50, "num_layers": layers, "intermediate_dim": 96}
     sizes |= {"num_query_heads": heads, "num_key_value_heads": kv_heads}
-    if family == "Gemma":  # 2, with a window in every other layer and a soft cap
+    if family == "Gemma":  # Gemma 2, with a window in every other layer and a soft cap
         sizes |= {"hidden_dim": 64, "head_dim": head_dim, "sliding_window_size": 5}
         sizes |= {"use_sliding_window_attention": True, "attention_logit_soft_cap": 2.0}
         sizes |= {"query_head_dim_normalize": True, "use_post_ffw_norm": True}
@@ -157,10 +157,10 @@ def test_kerashub(monkeypatch, family):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("levanter"), reason="needs levanter")
-@pytest.mark.filterwarnings("ignore")  # of the stack itself
+@pytest.mark.filterwarnings("ignore")  # warnings of the stack itself
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_levanter(monkeypatch, kv_heads):
-    """A model in levanter's own engine: the tokens of its dense pass, prompts together or alone."""
+    """In levanter's engine, a batch of prompts gets the tokens of the model's dense pass."""
     import haliax
     from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
     from levanter.inference.jit_scheduler import SeqDecodingParams
@@ -172,7 +172,7 @@ def test_levanter(monkeypatch, kv_heads):
     sizes = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2, "num_heads": 4}
     config = LlamaConfig(seq_len=64, num_kv_heads=kv_heads, gradient_checkpointing=False, **sizes)
     model = config.build(haliax.Axis("vocab", 50), key=jax.random.PRNGKey(0))
-    # Of untrained weights attention is nearly the mean of the values.
+    # With untrained weights, attention would be nearly the mean of the values.
     model = jax.tree.map(lambda x: 4 * x if getattr(x, "ndim", 0) > 1 else x, model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, n).tolist() for n in (3, 9, 6, 14)]
@@ -203,14 +203,14 @@ def test_levanter(monkeypatch, kv_heads):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("easydel"), reason="needs easydel")
-@pytest.mark.filterwarnings("ignore")  # of the stack itself
+@pytest.mark.filterwarnings("ignore")  # warnings of the stack itself
 @pytest.mark.parametrize(
     "options",
     [{}, {"sliding_window": 7}, {"logits_soft_cap": 5.0}, {"sinks": True}],
     ids=["plain", "window", "cap", "sinks"],
 )
 def test_easydel(monkeypatch, options):
-    """EasyDeL's operation, on a CPU that it takes for a GPU, and ejkernel's own reference."""
+    """Compare EasyDeL's operation, on a CPU posing as a GPU, with ejkernel's reference."""
     from easydel.operations import OperationMetadata
     from easydel.operations.kernels import unified_attention as operation
     from ejkernel.kernels._xla.unified_attention import unified_attention as reference

@@ -1,4 +1,4 @@
-"""`jattn.integrations.rpa` against NumPy, in the layouts of the functions whose place it takes."""
+"""`jattn.integrations.rpa` against NumPy, in the layouts of the functions that it replaces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jattn.cpu.native import library
 from jattn.integrations import rpa
 
 H, K, S, M, B, T = 6, 3, 8, 4, 4, 12
-NEW, LENS = (5, 1, 0), (19, 8, 9)  # of the sequences; B rows and T tokens are the bucket's
+NEW, LENS = (5, 1, 0), (19, 8, 9)  # of the sequences; B rows and T tokens are padded sizes
 STARTS = np.array([0, 5, 6, 6, 10**6], np.int32)
 struct = jax.ShapeDtypeStruct
 
@@ -27,7 +27,7 @@ def numbers(seed, *shape):
 
 
 def bucket(seed=0, pages=12):
-    """Tables, lengths, starts and `distribution`, with garbage in rows that are no sequence's."""
+    """Return tables, lengths and `distribution`, with garbage in rows without a sequence."""
     rng = np.random.default_rng(seed)
     tables = rng.permutation(pages)[: B * (M - 1)].reshape(B, M - 1).astype(np.int32)
     tables = np.pad(tables, ((0, 0), (0, 1)), constant_values=10**6)
@@ -42,7 +42,7 @@ def places(tables, b):
 
 
 def expected(query, keys, values, *, scale=1.0, window=None, cap=None, sinks=None, causal=True):
-    """Attention in float64 over lists of keys and values [n, K, D]; zeros for padding."""
+    """Return attention in float64 over lists of keys and values [n, K, D]; zeros for padding."""
     out = np.zeros((T, query.shape[1], values[0].shape[-1]))
     for b, (n, length) in enumerate(zip(NEW, LENS, strict=True)):
         for i in range(n):
@@ -63,10 +63,12 @@ def expected(query, keys, values, *, scale=1.0, window=None, cap=None, sinks=Non
 
 
 def step(dim, token, place, dtype=np.float32, **shape):
-    """A pool of a token shape with NaN in what no sequence owns, and a step's new keys and values.
+    """Return the pool before and after a step, its new keys and values, and lists of all of them.
 
-    `place(pool row [token], key [K, D], value [K, D])` writes one token as the original would.
-    Returns the pool before and after the step, new keys and values, and lists of them all.
+    Args:
+      dim: head size.
+      token: the shape of one token in the pool; slots that no sequence owns hold NaN.
+      place: `place(pool row [token], key [K, D], value [K, D])` writes a token like the original.
     """
     tables, _, _ = bucket()
     before = np.full((12, S, *token), np.nan, np.float32)
@@ -92,7 +94,7 @@ def query_of(dim):
 
 
 def pairs(rows, width):
-    """How the original lays a token out: K and V in turn, padded with zeros."""
+    """Return a `place` for alternating keys and values, padded with zeros, like the original."""
 
     def place(token, key, value):
         flat = token.reshape(rows, 2, width)
@@ -137,7 +139,7 @@ def test_version_3(name, dim):
 
 
 def test_version_3_of_fp8():
-    """Packed by four, with a head that is none; the queries are rounded to fp8 too."""
+    """Four numbers in 32 bits, with a padding head; the queries are rounded to fp8 too."""
     fp8, token = jnp.float8_e4m3fn, (2, 4, 128)
     before, after, keys, values, all_keys, all_values = step(128, token, pairs(4, 128))
     tables, lens, distribution = bucket()
@@ -206,7 +208,7 @@ def test_latents(version, pack):
     np.testing.assert_array_equal(written, after.reshape(shape))
 
 
-def test_pages_of_jax_s_ragged_kernel():
+def test_pages_of_jaxs_ragged_kernel():
     _, after, _, _, keys, values = step(32, (2 * K, 32), pairs(K, 32))
     tables, lens, distribution = bucket()
     query = query_of(32)
@@ -218,7 +220,7 @@ def test_pages_of_jax_s_ragged_kernel():
 
 
 def decode_problem(dim=32):
-    """Pages [K, N, S, D] with NaN in what no sequence owns; tables, lengths and queries."""
+    """Return queries, pages [K, N, S, D] with NaN in unowned slots, tables, lengths and outputs."""
     rng = np.random.default_rng(5)
     tables = np.pad(rng.permutation(12)[:9].reshape(3, 3), ((0, 0), (0, 1)), constant_values=-1)
     pages = np.full((2, K, 12, S, dim), np.nan, np.float32)
@@ -294,8 +296,8 @@ def test_pages_with_scales(kind):
         out = rpa.tpu_paged_attention(query, *both, lens, tables, **cap)
     else:
         out = rpa.gpu_paged_attention(query, *pages, tables, lens, *scales, **cap)
-    assert 1e-5 < np.abs(np.asarray(out) - want).max() < 0.3  # what rounding moves
-    if kind == "int8":  # keys alone
+    assert 1e-5 < np.abs(np.asarray(out) - want).max() < 0.3  # the effect of rounding
+    if kind == "int8":  # only keys are narrow
         half = rpa.gpu_paged_attention(query, pages[0], values, tables, lens, scales[0], **cap)
         as_floats = np.asarray(pages[0], np.float32) * scales[0][..., None]
         check(half, rpa.gpu_paged_attention(query, as_floats, values, tables, lens, **cap))
@@ -304,7 +306,7 @@ def test_pages_with_scales(kind):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
-def test_a_step_of_a_host_copies_no_pool(dtype):
+def test_a_hosts_step_copies_no_pool(dtype):
     if library.missing():
         pytest.skip("XLA for CPU converts pools of 8-bit floats to write to them")
     pack = 4 // jnp.dtype(dtype).itemsize
@@ -329,7 +331,7 @@ def test_decode_over_pages_with_heads_first_copies_none():
     testing.assert_nothing_pool_sized(compiled, pages)
 
 
-def test_what_cannot_be_said_is_refused_by_its_argument():
+def test_wrong_arguments_are_refused_by_name():
     pool, new = jnp.zeros((2, S, 2 * K, 1, 128)), jnp.zeros((T, K, 128))
     tables, lens, distribution = bucket()
     rest = (lens, tables.reshape(-1), STARTS, distribution)
@@ -390,7 +392,7 @@ def test_what_cannot_be_said_is_refused_by_its_argument():
     assert "v_pages: float8_e5m2[3, 2, 8, 128], but must be int8 with scales" in str(error.value)
 
 
-def test_a_step_s_integers_are_refused_by_their_own_names():
+def test_wrong_integers_of_a_step_are_refused_by_name():
     pool, new, query = (
         jnp.zeros(shape) for shape in ((2, S, 2 * K, 1, 128), (T, K, 128), (T, H, 128))
     )
@@ -443,7 +445,7 @@ ORIGINALS = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_signatures_are_the_originals(name):
-    """The same names in the same order, and every default that is not a size of a kernel's own."""
+    """They have the same names in the same order, and the same defaults except for two."""
     module = ORIGINALS[name]
     found = pytest.importorskip(
         module, reason=f"needs {module.split('.')[0]}", exc_type=ImportError

@@ -1,8 +1,8 @@
-"""sglang-jax with jattn in the place of its TPU kernel, judged by NumPy in float64.
+"""sglang-jax with jattn in place of its TPU kernel, judged by NumPy in float64.
 
-`test_sglang_jax_batches.py` has requests that share a batch.
+`test_sglang_jax_batches.py` tests requests that share a batch.
 
-Needs the host, in an environment of its own with Python 3.12 or 3.13, and minutes:
+Needs the host in its own environment with Python 3.12 or 3.13, and takes minutes:
 
     pip install -e '.[sglang]' pytest openai
     pytest -m hosts tests/integrations/test_sglang_jax*.py
@@ -31,7 +31,7 @@ if not importlib.util.find_spec("sgl_jax"):
 
 
 def bundled(tmp_path, name: str) -> pathlib.Path:
-    """A checkpoint of a Gemma 4 of text, as the published ones have their configuration."""
+    """Copy a bundled text-only Gemma 4, and write its configuration as published ones have it."""
     folder = tmp_path / name
     shutil.copytree(processes.ROOT / "examples/checkpoints" / name, folder)
     text = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float32"}
@@ -45,7 +45,7 @@ def bundled(tmp_path, name: str) -> pathlib.Path:
 
 
 def check_bundled(folder: pathlib.Path, devices: int, **engine: object) -> None:
-    """Tokens and log-probabilities are those that transformers wrote next to the checkpoint."""
+    """Check that tokens and log-probabilities match what transformers wrote to `reference.npz`."""
     with np.load(folder / "reference.npz") as file:
         lens, padded, tokens, logits = (
             file[name] for name in ("prompt_lens", "prompts", "tokens", "logits")
@@ -75,7 +75,7 @@ def test_tokens_are_the_judges(qwen3, page_size):
 
 
 def test_windows_and_soft_caps_are_the_judges(gemma2):
-    """Without either the log probabilities are off by far."""
+    """Without either of them the log-probabilities are far off."""
     found = run(gemma2.folder, page_size=16)
     assert [tokens for tokens, _ in found] == gemma2.tokens
     want = gemma2.logprobs()
@@ -84,8 +84,8 @@ def test_windows_and_soft_caps_are_the_judges(gemma2):
         assert np.abs(np.subtract(gemma2.logprobs(**{name: None}), want)).max() > 0.1
 
 
-def test_rotary_embeddings_are_scaled_as_llama_3_scales_them(tmp_path):
-    """Without it, which is what the host computes by itself, the log probabilities are off."""
+def test_rotary_embeddings_are_scaled_as_in_llama_3(tmp_path):
+    """Without the scaling, as in the unpatched host, the log-probabilities are far off."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     judge = judged(tmp_path, {**numpy_model.LLAMA, "rope_scaling": scaling})
@@ -97,23 +97,23 @@ def test_rotary_embeddings_are_scaled_as_llama_3_scales_them(tmp_path):
 
 @pytest.mark.parametrize(("devices", "page_size"), [(1, 16), (1, 2), (2, 16)])
 def test_latents_and_experts_are_those_of_transformers(tmp_path, devices, page_size):
-    """A bundled DeepSeek-V3 with tokens and logits of transformers in float32."""
+    """A bundled DeepSeek-V3, with tokens and logits of transformers in float32."""
     folder = tmp_path / "deepseek-v3"
     shutil.copytree(processes.ROOT / "examples/checkpoints/deepseek-v3-tiny", folder)
     config = json.loads((folder / "config.json").read_text())
-    assert "rope_theta" not in config  # but in rope_parameters, as transformers 5 writes it
+    assert "rope_theta" not in config  # it is in rope_parameters, as transformers 5 writes it
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     check_bundled(folder, devices, page_size=page_size, tp_size=devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_head_sizes_are_those_of_transformers(tmp_path, devices):
-    """A bundled Gemma 4, with windows and heads of their own size on some layers."""
+    """A bundled Gemma 4, with windows and another head size on some layers."""
     folder = bundled(tmp_path, "gemma4-31b-tiny")
     check_bundled(folder, devices, page_size=16, tp_size=devices)
 
 
-def test_layers_that_the_host_would_leave_out_are_refused(tmp_path):
+def test_features_that_the_host_would_ignore_are_refused(tmp_path):
     folder = bundled(tmp_path, "gemma4-e2b-tiny")
     with start(str(folder), page_size=16) as process:
         out, errors = process.communicate(timeout=300)
@@ -123,7 +123,7 @@ def test_layers_that_the_host_would_leave_out_are_refused(tmp_path):
 
 
 def test_pools_that_would_never_have_room_are_refused(gemma2):
-    """The host starts, takes requests, and answers none."""
+    """Unpatched, the host starts and accepts requests, which then wait forever."""
     with start(gemma2.folder, page_size=16, max_total_tokens=96) as process:
         try:
             out, errors = process.communicate(timeout=60)
@@ -134,7 +134,7 @@ def test_pools_that_would_never_have_room_are_refused(gemma2):
 
 
 def test_checkpoints_without_a_weight_are_refused(tmp_path):
-    """The host starts with a warning, and ends with the first request."""
+    """Unpatched, the host starts with a warning and crashes on the first request."""
     numpy_model.make(tmp_path, numpy_model.LLAMA)
     weights = load_file(tmp_path / "model.safetensors")
     names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkv"]
@@ -152,7 +152,7 @@ def test_checkpoints_without_a_weight_are_refused(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_bfloat16_is_off_by_its_rounding(request, family):
-    """By twice what a plain computation in bfloat16 is off by, while the tokens are the same."""
+    """While the tokens agree, the error is at most twice that of plain bfloat16 arithmetic."""
     judge = request.getfixturevalue(family)
     want = judge.logprobs()
     budget = 2 * np.abs(np.subtract(judge.logprobs(ml_dtypes.bfloat16), want)).max()
@@ -171,7 +171,7 @@ HYBRID = {
     "bailing": numpy_hybrid.BAILING,
 }
 UNCACHED = {"disable_radix_cache": True, "page_size": 16}
-# The host keeps recurrent states at the ends of chunks, for prefixes that come again.
+# The host caches recurrent states at the ends of chunks, for prefixes that are reused.
 KEPT = {
     "enable_unified_radix_tree": True,
     "enable_recurrent_extra_buffer": True,
@@ -187,18 +187,18 @@ KEPT = {
         ("qwen3_5", KEPT),
         ("kimi_linear", UNCACHED),
         ("kimi_linear", KEPT),
-        ("bailing", UNCACHED),  # whose states the host does not keep
+        ("bailing", UNCACHED),  # whose states the host does not cache
     ],
     ids=["qwen3_5", "qwen3_5-kept", "kimi_linear", "kimi_linear-kept", "bailing"],
 )
 def test_linear_attention_is_the_judges(tmp_path, family, settings):
-    """Gated delta nets, Kimi's and Lightning's, each next to layers of attention."""
+    """Gated delta nets, Kimi's delta attention and Lightning, each mixed with attention layers."""
     check_hybrid(tmp_path, numpy_hybrid.Model(HYBRID[family]), **settings)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_sinks_are_the_judges(tmp_path, devices):
-    """MiMo-V2-Flash: heads of 192 with values of 128, windows with sinks and heads of their own."""
+    """MiMo-V2-Flash: heads of 192 with values of 128, and windows with sinks and other heads."""
     model = numpy_hybrid.Model(numpy_hybrid.MIMO)
     want = check_hybrid(tmp_path, model, devices, page_size=16, tp_size=devices)
     for name, wrong in (("add_swa_attention_sink_bias", False), ("sliding_window", None)):
@@ -213,7 +213,7 @@ def test_sinks_are_the_judges(tmp_path, devices):
 def check_hybrid(
     folder, model: numpy_hybrid.Model, devices: int = 1, **engine: object
 ) -> list[tuple[list[int], list[float]]]:
-    """The judge's tokens and their log probabilities, which the engine has too."""
+    """Check the engine against the judge; return the tokens and their log-probabilities."""
     model.save(folder)
     want = [model.greedy(prompt, COUNT) for prompt in prompts()]
     found = run(str(folder), devices, **engine)
@@ -235,7 +235,7 @@ def test_the_server_takes_tokens(qwen3, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["is_embedding", "multimodal"])
-def test_uses_of_which_every_request_fails_are_refused_at_the_start(qwen3, flag):
+def test_modes_in_which_every_request_fails_are_refused_at_the_start(qwen3, flag):
     with start(qwen3.folder, page_size=16, **{flag: True}) as process:
         out, errors = process.communicate(timeout=300)
     assert "RESULT" not in out
@@ -245,7 +245,7 @@ def test_uses_of_which_every_request_fails_are_refused_at_the_start(qwen3, flag)
 def test_the_server_answers_openais_client(gemma2, tmp_path):
     openai = pytest.importorskip("openai", reason="needs the openai client")
     numpy_model.save_tokenizer(gemma2.folder)
-    # The host reads grammars with a tokenizer of bytes, and this one has numbers.
+    # The host's grammars need a tokenizer of bytes, but this one has numbers.
     with (
         server(gemma2.folder, tmp_path, "--grammar-backend", "none") as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300) as client,
@@ -270,8 +270,8 @@ def test_the_server_answers_openais_client(gemma2, tmp_path):
         client.completions.create(**given, seed=7, temperature=0)
 
 
-def test_two_devices_have_requests_of_their_own(qwen3):
-    """`--dp-size`: each has the whole model."""
+def test_two_devices_have_their_own_requests(qwen3):
+    """With `--dp-size`, each has the whole model."""
     assert generate(qwen3.folder, devices=2, page_size=16, tp_size=2, dp_size=2) == qwen3.tokens
 
 

@@ -1,4 +1,6 @@
-"""Requests that share a batch of sglang-jax with jattn, and drafts: each gets its own answer.
+"""Requests that share a batch of sglang-jax with jattn, also with speculative decoding.
+
+Each gets the output that it would get alone.
 
 Needs what `tests/integrations/test_sglang_jax.py` needs:
 
@@ -39,7 +41,7 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def chains(tmp_path_factory):
-    """A model with EAGLE3 drafts, and the settings of an engine with them."""
+    """A model with an EAGLE3 draft model, and the settings of an engine with both."""
     target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
     judge = sglang_drafts.drafted(target, draft)
     return judge, {"page_size": 16, "speculative_draft_model_path": str(draft), **CHAINS}
@@ -47,7 +49,7 @@ def chains(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory):
-    """A model with DFLASH drafts, whose drafts see each other, and keys made of hidden states."""
+    """The same with DFLASH, whose draft tokens see each other, and keys made of hidden states."""
     target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
     judge = sglang_drafts.drafted_in_blocks(target, draft)
     return judge, {"page_size": 16, "speculative_draft_model_path": str(draft), **BLOCKS}
@@ -55,10 +57,10 @@ def blocks(tmp_path_factory):
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("kind", ["chains", "blocks"])
-def test_drafts_change_no_token(request, kind, overlaps):
-    """Many of them are right, and an answer ends where it should in the middle of a step."""
+def test_draft_models_change_no_token(request, kind, overlaps):
+    """Many draft tokens are accepted. One output ends where it should, in the middle of a step."""
     judge, engine = request.getfixturevalue(kind)
-    # The second answer ends with a token of its own, before it is as long as it may be.
+    # The second output ends at its own stop token, before its maximum length.
     stops = [{}, {"ignore_eos": False, "stop_token_ids": [judge.tokens[1][COUNT - 2]]}, {}, {}, {}]
     assert not any(2 in tokens for tokens in judge.tokens)
     want = list(judge.tokens)
@@ -75,7 +77,7 @@ def test_drafts_change_no_token(request, kind, overlaps):
     assert [tokens for tokens, _ in found] == want
 
 
-def test_greedy_requests_stay_greedy_next_to_sampled_ones_with_drafts(chains):
+def test_speculative_decoding_keeps_greedy_requests_greedy_among_sampled_ones(chains):
     judge, engine = chains
     sampling = [SAMPLED if n % 2 else {} for n in range(len(prompts()))]
     found = run(judge.folder, sampling=sampling, **engine)
@@ -90,7 +92,7 @@ def qwen3(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [{}, {"tp_size": 2}, {"tp_size": 2, "dp_size": 2}])
-def test_greedy_requests_stay_greedy_next_to_sampled_ones(qwen3, devices):
+def test_greedy_requests_stay_greedy_among_sampled_ones(qwen3, devices):
     sampling = [{**SAMPLED, "top_p": 0.9} if n % 2 else {} for n in range(len(prompts()))]
     count = devices.get("tp_size", 1)
     found = run(qwen3.folder, count, sampling=sampling, page_size=16, **devices)
@@ -98,8 +100,8 @@ def test_greedy_requests_stay_greedy_next_to_sampled_ones(qwen3, devices):
         assert (tokens == qwen3.tokens[n]) == (not sampling[n])
 
 
-def test_tokens_are_cut_as_the_temperature_has_them(qwen3):
-    """All that are drawn have their part of `top_p` at that temperature, and some only there."""
+def test_top_p_is_applied_after_the_temperature(qwen3):
+    """All sampled tokens are within `top_p` at the temperature, and some only then."""
     prompt, temperature, top_p = prompts()[2], 3.0, 0.5
     logits = numpy_model.logits(qwen3.config, qwen3.weights, prompt)[-1]
     kept = {}
@@ -116,8 +118,8 @@ def test_tokens_are_cut_as_the_temperature_has_them(qwen3):
     assert drawn - kept[1.0]
 
 
-def test_more_requests_wait_than_a_chunk_has_tokens(qwen3):
-    """The host compiles for no more requests at once than that."""
+def test_more_requests_than_a_chunk_has_tokens_wait_their_turn(qwen3):
+    """The host compiles for at most that many requests at once."""
     texts = (prompts() * 6)[:28]
     found = run(
         qwen3.folder,
@@ -133,7 +135,7 @@ def test_more_requests_wait_than_a_chunk_has_tokens(qwen3):
     assert [tokens for tokens, _ in found] == want
 
 
-def test_penalties_are_those_of_tokens_so_far(qwen3):
+def test_penalties_follow_the_tokens_so_far(qwen3):
     fields = {"presence_penalty": 2.0, "frequency_penalty": 1.0}
     found = run(
         qwen3.folder,
@@ -147,7 +149,7 @@ def test_penalties_are_those_of_tokens_so_far(qwen3):
 
 
 def penalized(judge, prompt: list[int], count: int, fields: dict[str, float]) -> list[int]:
-    """A greedy answer with penalties."""
+    """Return a greedy output with penalties."""
     said: list[int] = []
     for _ in range(count):
         logits = numpy_model.logits(judge.config, judge.weights, prompt + said)[-1].copy()
@@ -167,10 +169,10 @@ PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2}
     [(True, {}), (False, {}), (False, PENALTIES)],
     ids=["ahead", "not ahead", "penalties"],
 )
-def test_requests_that_are_retracted_go_on_as_if_they_were_not(tmp_path, overlaps, fields):
-    """The pages of five answers of 60 tokens do not fit at once.
+def test_retracted_requests_continue_as_if_they_were_not(tmp_path, overlaps, fields):
+    """The pages of five outputs of 60 tokens do not fit at once.
 
-    The host makes room for the whole of an answer that no token ends, so these may end.
+    The host reserves room for a whole output if no token can end it, so here an EOS token may.
     """
     config = {**numpy_model.QWEN3, "eos_token_id": 94}
     judge, count = judged(tmp_path, config), 60
@@ -195,12 +197,12 @@ def test_requests_that_are_retracted_go_on_as_if_they_were_not(tmp_path, overlap
 
 
 def flags(engine: dict[str, object]) -> list[str]:
-    """An engine's settings, for a server's command line."""
+    """Return an engine's settings as command-line flags of a server."""
     return [word for name, x in engine.items() for word in (f"--{name.replace('_', '-')}", str(x))]
 
 
-def test_a_sampled_request_does_not_end_those_next_to_it(blocks, tmp_path):
-    """The host takes no sampled requests with DFLASH, and ends where one is in a batch."""
+def test_a_sampled_request_with_dflash_is_refused_without_harm_to_others(blocks, tmp_path):
+    """The host supports no sampled requests with DFLASH, and crashes if a batch has one."""
     judge, engine = blocks
     with (
         server(judge.folder, tmp_path, "--skip-tokenizer-init", *flags(engine)) as address,
@@ -220,8 +222,8 @@ LONG, SHORT = "[ab]{9}c", "[xyz]{3}"
 WRONG = {"regex": "(", "json_schema": '{"type": "nothing"}', "ebnf": "start: ["}
 
 
-def test_grammars_hold_for_their_own_requests(tmp_path):
-    """Several requests with one grammar, others next to them, and grammars that are none."""
+def test_each_request_follows_its_own_grammar(tmp_path):
+    """Several requests share a grammar, others have another one or none, and some are invalid."""
     config = {**numpy_model.QWEN3, "vocab_size": 320}
     judge = judged(tmp_path, config)
     numpy_model.save_letters(judge.folder)
@@ -245,7 +247,7 @@ def test_grammars_hold_for_their_own_requests(tmp_path):
 
 
 def test_requests_that_the_host_would_not_follow_are_refused_alone(chains, tmp_path):
-    """HTTP 400 each; log-probabilities of drafts would end the scheduler."""
+    """Each gets HTTP 400. With draft tokens, log-probabilities would crash the scheduler."""
     judge, engine = chains
     with server(judge.folder, tmp_path, "--skip-tokenizer-init", *flags(engine)) as address:
         for fields in (

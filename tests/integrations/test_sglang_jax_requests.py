@@ -1,4 +1,4 @@
-"""Requests of all kinds to servers of sglang-jax with jattn: each gets its answer, or is refused.
+"""Requests of all kinds to sglang-jax servers with jattn: each gets its output, or is refused.
 
 Needs what `tests/integrations/test_sglang_jax.py` needs:
 
@@ -37,7 +37,7 @@ def letters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(letters, tmp_path_factory):
-    """Of a server of that model, which all tests ask."""
+    """The address of a server of that model, which all tests share."""
     with server(letters.folder, tmp_path_factory.mktemp("log"), "--page-size", "16") as found:
         yield found
 
@@ -56,7 +56,7 @@ KINDS = [  # what requests that share batches ask for
 
 
 def check_logprobs(judge, prompt: list[int], fields: dict, answer: dict) -> None:
-    """They are the judge's, an entry for each token of the answer and, if asked for, the prompt."""
+    """Check log-probabilities, one per token of the output and, if asked for, of the prompt."""
     tokens, found = answer["output_ids"], answer["meta_info"]
     assert len(tokens) == found["completion_tokens"] == fields.get("max_new_tokens", COUNT)
     if "return_logprob" not in fields:
@@ -65,7 +65,7 @@ def check_logprobs(judge, prompt: list[int], fields: dict, answer: dict) -> None
     table = numpy_model.normalized(numpy_model.logits(judge.config, judge.weights, prompt + tokens))
 
     def check(entries: list, wanted: list[int], first: int) -> None:
-        """Log-probabilities of tokens at positions from `first` on, each by the one before it."""
+        """Check entries for tokens from position `first` on, each predicted by the one before."""
         assert [token for _, token, _ in entries] == wanted
         exact = [table[first + i - 1, token] for i, token in enumerate(wanted)]
         np.testing.assert_allclose([value for value, *_ in entries], exact, atol=1e-3)
@@ -98,8 +98,8 @@ def check_logprobs(judge, prompt: list[int], fields: dict, answer: dict) -> None
     ],
     ids=["ahead", "not ahead", "two devices"],
 )
-def test_requests_have_their_own_logprobs(letters, request, tmp_path, devices, flags):
-    """All kinds at once, prompts of several chunks among them, and again in another order."""
+def test_each_request_gets_its_own_logprobs(letters, request, tmp_path, devices, flags):
+    """All kinds run at once, some with prompts of several chunks, and again in another order."""
     if flags:
         context = server(letters.folder, tmp_path, "--page-size", "16", *flags, devices=devices)
         found = context.__enter__()
@@ -120,7 +120,7 @@ def test_requests_have_their_own_logprobs(letters, request, tmp_path, devices, f
             check_logprobs(letters, text, fields, answer)
 
 
-def test_parts_of_answers_have_logprobs_once(letters, address):
+def test_each_chunk_of_a_stream_has_the_logprobs_so_far(letters, address):
     for fields in (KINDS[1], KINDS[3]):
         parts = stream(address, input_ids=prompts()[1], **fields)
         for part in parts:
@@ -129,8 +129,8 @@ def test_parts_of_answers_have_logprobs_once(letters, address):
         check_logprobs(letters, prompts()[1], fields, parts[-1])
 
 
-def test_several_answers_have_logprobs_each(letters, address):
-    """The host first asks for an answer of no tokens, to have the prompt in its cache."""
+def test_several_samples_each_have_logprobs(letters, address):
+    """The host first requests an empty output, to put the prompt into its cache."""
     fields = KINDS[1]
     status, answers = ask(address, n=2, **fields)
     assert (status, len(answers)) == (200, 2), answers
@@ -138,7 +138,7 @@ def test_several_answers_have_logprobs_each(letters, address):
         check_logprobs(letters, prompts()[0], fields, answer)
 
 
-def test_an_answer_ends_with_a_token_that_its_request_has_named(letters, address):
+def test_an_output_ends_with_a_stop_token_that_its_request_names(letters, address):
     token = letters.tokens[0][4]
     fields = {"ignore_eos": True, "stop_token_ids": [token], "no_stop_trim": True}
     answer = ask(address, **fields)[1]
@@ -146,14 +146,14 @@ def test_an_answer_ends_with_a_token_that_its_request_has_named(letters, address
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
 
 
-def test_openais_clients_get_logprobs(address):
+def test_openai_clients_get_logprobs(address):
     body = {"model": "x", "prompt": prompts()[1], "max_tokens": 4, "temperature": 0}
     for count in (0, 2):
         status, answer = post(address, "v1/completions", {**body, "logprobs": count})
         assert status == 200, answer
         found = answer["choices"][0]["logprobs"]
         assert len(found["token_logprobs"]) == 4
-        # By text, which several bytes have that are none.
+        # The keys are texts, and bytes that are not characters share one.
         assert len(found["top_logprobs"]) == min(4, 4 * count)
         assert all(0 < len(entry) <= count for entry in found["top_logprobs"])
 
@@ -165,38 +165,38 @@ LATE = {  # requests that the scheduler refuses
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_requests_that_the_scheduler_refuses_do_not_end_it(letters, address, name):
-    """It ends with one whose answer has no length, and waits until there is room for it."""
+def test_requests_that_the_scheduler_refuses_do_not_crash_it(letters, address, name):
+    """Unpatched, it crashes if the output has no length limit, or else waits for room for it."""
     fields = {"max_new_tokens": None, **LATE[name]}
     status, answer = ask(address, **fields)
     assert status == 400, answer
     assert ask(address)[1]["output_ids"] == letters.tokens[0]
 
 
-REFUSED = {  # fields of a request, and what it is told
+REFUSED = {  # fields of a request, and the error
     "no prompt": ({"input_ids": []}, "input_ids"),
     "no text": ({"text": ""}, "input_ids (text, prompt): no tokens"),
-    "a token that there is not": ({"input_ids": [5, 320]}, "input_ids (prompt): with 320"),
+    "a token id that does not exist": ({"input_ids": [5, 320]}, "input_ids (prompt): with 320"),
     "a negative token": ({"input_ids": [5, -3]}, "input_ids (prompt): with -3"),
     "a token of 33 bits": ({"input_ids": [2**32]}, "input_ids (prompt): with 4294967296"),
     "a start before the prompt": (
         {"return_logprob": True, "logprob_start_len": -2},
         "logprob_start_len: -2, but must be at least 0",
     ),
-    "experts": ({"return_routed_experts": True}, "return_routed_experts: given"),
-    "many likely tokens": ({"top_k": 2**31, "temperature": 1.0}, "top_k: 2147483648"),
-    "a temperature of no float": ({"temperature": 10**400}, "temperature: 1000"),
-    "a long answer": ({"min_new_tokens": 2**31, "max_new_tokens": None}, "min_new_tokens"),
-    "a room": ({"bootstrap_room": 1}, "bootstrap_room: 1, but must be left out"),
+    "routed experts": ({"return_routed_experts": True}, "return_routed_experts: given"),
+    "a large top_k": ({"top_k": 2**31, "temperature": 1.0}, "top_k: 2147483648"),
+    "a temperature beyond floats": ({"temperature": 10**400}, "temperature: 1000"),
+    "a large minimum length": ({"min_new_tokens": 2**31, "max_new_tokens": None}, "min_new_tokens"),
+    "a bootstrap room": ({"bootstrap_room": 1}, "bootstrap_room: 1, but must be left out"),
     "an adapter": ({"lora_id": "x"}, "lora_id: x, but must be left out"),
     "several keys": ({"extra_key": ["x"]}, "extra_key: ['x'], but must be a string"),
     "several starts": ({"logprob_start_len": [0]}, "logprob_start_len: [0], but must be a whole"),
-    "several names": ({"rid": ["a"]}, "rid: ['a'], but must be a string"),
-    "an interval that is none": ({"stream_interval": "5"}, "stream_interval: '5', but must be"),
+    "several request ids": ({"rid": ["a"]}, "rid: ['a'], but must be a string"),
+    "an interval in words": ({"stream_interval": "5"}, "stream_interval: '5', but must be"),
 }
 
 
-def test_requests_that_would_end_the_scheduler_are_refused(letters, address):
+def test_requests_that_would_crash_the_scheduler_are_refused(letters, address):
     for name, (fields, message) in REFUSED.items():
         status, answer = ask(address, **fields)
         assert (status, message in str(answer)) == (400, True), (name, status, answer)
@@ -210,8 +210,8 @@ def test_requests_that_would_end_the_scheduler_are_refused(letters, address):
     assert ask(address)[1]["output_ids"] == letters.tokens[0]
 
 
-def test_a_name_that_is_taken_is_refused(letters, address):
-    """The request that has it is answered; then the name is free, and nothing of it is left."""
+def test_a_request_id_in_use_is_refused(letters, address):
+    """Its first request completes; then the id is free, and no state of it is left."""
     regex = "(a😀){20}"
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         found = list(
@@ -229,7 +229,7 @@ def test_a_name_that_is_taken_is_refused(letters, address):
 
 
 def test_characters_of_several_tokens_are_sent_whole(address):
-    """In parts, and without: the host sends those, too, after every 50 tokens."""
+    """With streaming and without it, when the host still decodes every 50 tokens."""
     regex, fields = "(漢😀){12}", {"max_new_tokens": 150}
     count = 12 * len("漢😀".encode())
     parts = stream(address, regex=regex, **fields)
@@ -241,8 +241,8 @@ def test_characters_of_several_tokens_are_sent_whole(address):
         assert len(answer["output_ids"]) == count
 
 
-def test_special_tokens_are_shown_to_those_who_ask(address):
-    """Whoever is first in a batch: the answers end with a token that is special."""
+def test_special_tokens_are_shown_to_requests_that_ask(address):
+    """It does not matter which request comes first in a batch. Outputs end with a special token."""
     shown = [True, False] * 4
     with concurrent.futures.ThreadPoolExecutor(len(shown)) as threads:
         found = list(
@@ -263,7 +263,7 @@ def test_special_tokens_are_shown_to_those_who_ask(address):
 
 
 def test_requests_that_are_aborted_in_the_queue_are_forgotten(letters, address):
-    """A pause, which aborts all, ends, and those who asked are told."""
+    """A pause that aborts all requests completes, and their clients get responses."""
     with concurrent.futures.ThreadPoolExecutor(40) as threads:
         asked = [threads.submit(ask, address, max_new_tokens=230) for _ in range(40)]
         time.sleep(0.7)
@@ -275,8 +275,8 @@ def test_requests_that_are_aborted_in_the_queue_are_forgotten(letters, address):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_requests_go_on_after_a_pause(letters, address, mode):
-    """Whether it comes after prompts or in the middle of answers."""
+def test_requests_continue_after_a_pause(letters, address, mode):
+    """The pause may come after prefill or in the middle of outputs."""
     count, texts = 40, [prompt[:40] for prompt in prompts()]
     want = [numpy_model.greedy(letters.config, letters.weights, text, count) for text in texts]
     with concurrent.futures.ThreadPoolExecutor(len(texts)) as threads:

@@ -1,13 +1,13 @@
 """vLLM on JAX with jattn as its attention backend, judged by transformers in float64.
 
-Needs the host, in an environment of its own, and minutes:
+Needs the host in its own environment, and takes minutes:
 
     pip install -e '.[vllm]' pytest openai
     pytest -m hosts tests/integrations/test_vllm.py
 
-A random model continues prompts greedily: with vLLM's engine, its scheduler and its paged pool, and
-without any cache in float64. Prompts are longer than what the engine prefills at once, and of
-different lengths; every token must be the same.
+A random model continues prompts greedily, once in vLLM's engine with its scheduler and paged pool,
+and once in transformers in float64 without any cache. The prompts differ in length, and some are
+longer than what the engine prefills at once. Every token must be the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEEPSEEK |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_sc
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 GEMMA_EXPERTS = {**TIED, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
 GEMMA_EXPERTS |= {"moe_intermediate_size": 32}
-LLAMA4 = Family("llama4_text", "chunks on one layer, experts weighted by their input", {
+LLAMA4 = Family("llama4_text", "chunks on one layer, weights applied to experts' input", {
     "head_dim": 32, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4,
     "no_rope_layers": [1, 0], "attention_chunk_size": 16,
 })  # fmt: skip
@@ -53,7 +53,7 @@ GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Makes a family's checkpoint once; returns its folder and what the judge found."""
+    """A function that makes a family's checkpoint once, and returns its folder and reference."""
     made = {}
 
     def make(
@@ -85,7 +85,7 @@ def checkpoint(tmp_path_factory):
                 cached=cached,
                 adapted=adapted,
             )
-            # The engine computes in float32: logits closer than this prove nothing.
+            # The engine computes in float32: with closer logits, the tokens would prove nothing.
             assert found["margin"] > 1e-4
             made[key] = {"folder": folder, **found}
         return made[key]
@@ -114,8 +114,8 @@ CASES = {
     "soft cap": ("gemma2", "vllm", TIED, {"attn_logit_softcapping": None}),
     "D=512, shared keys": ("gemma4_text", "vllm", TIED, {"sliding_window": 200}),
     "experts": ("qwen3_moe", "vllm", FEW, {"num_experts_per_tok": 1}),
-    "latents written out": ("deepseek_v3", "vllm", DEEPSEEK, UNGROUPED),
-    "chunks, experts weighted by input": (
+    "latents written out as keys and values": ("deepseek_v3", "vllm", DEEPSEEK, UNGROUPED),
+    "chunks, weights applied to experts' input": (
         "llama4_text", "vllm", {}, {"attention_chunk_size": 200},
     ),
     "experts with scales": ("gemma4_text", "vllm", GEMMA_EXPERTS, {"top_k_experts": 1}),
@@ -125,9 +125,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_judges(checkpoint, name):
-    """So are their probabilities, which a model without the feature misses by far.
+    """So are their probabilities, and a model without the feature is far off.
 
-    The last prompt but one begins with four blocks of another, which the prefix cache has.
+    The last prompt but one begins with four blocks of another prompt, found in the prefix cache.
     """
     model_type, implementation, changes, without = CASES[name]
     want = checkpoint(model_type, without=without, **changes)
@@ -142,7 +142,7 @@ def test_tokens_are_the_judges(checkpoint, name):
 
 @pytest.mark.parametrize("page", [32, 64])
 def test_latents_are_the_judges(checkpoint, page):
-    """A cache of latents alone, which the host wants `NEW_MODEL_DESIGN` for."""
+    """The cache holds only latents, for which the host needs `NEW_MODEL_DESIGN`."""
     want = checkpoint("deepseek_v3", without=UNGROUPED, **DEEPSEEK)
     assert want["bite"] > 0.02
     environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
@@ -167,7 +167,7 @@ ROUNDED = {
     "a torch model": ("qwen3", "vllm", {}, None),
     "windows and soft cap": ("gemma2", "vllm", TIED, {"attn_logit_softcapping": None}),
     "delta nets": ("qwen3_next", "auto", {}, None),
-    # As many experts as a token has: another choice of experts would be off by far more.
+    # Every token gets all experts: rounding could change a choice, with far larger errors.
     "experts, sinks": ("gpt_oss", "auto", {}, {"sliding_window": 200}),
     "latents": ("deepseek_v3", "vllm", BIASED, None),
 }
@@ -175,7 +175,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_bfloat16_is_off_by_its_rounding(checkpoint, name):
-    """By twice what transformers is off by in bfloat16, while the tokens are the same."""
+    """While the tokens agree, the error is at most twice that of transformers in bfloat16."""
     model_type, implementation, changes, without = ROUNDED[name]
     want = checkpoint(model_type, without=without, stored="bfloat16", **changes)
     budget = 2 * want["rounding"]
@@ -198,7 +198,7 @@ def assert_rounded(found: dict, want: dict, budget: float) -> None:
 
 
 def test_packed_experts_are_what_they_were_rounded_to(checkpoint):
-    """In the format in which GPT-OSS is published. The host quantizes it again, here exactly."""
+    """MXFP4 as GPT-OSS is published, which the host requantizes, with these settings exactly."""
     want = checkpoint("gpt_oss", stored="bfloat16", packed=True)
     budget = 2 * want["rounding"]
     whole = checkpoint("gpt_oss", stored="bfloat16", without={"sliding_window": 200})
@@ -223,7 +223,7 @@ def test_the_engines_settings_change_no_token(checkpoint, setting):
     assert generate(want["folder"], **SETTINGS[setting]) == {"tokens": want["tokens"]}
 
 
-def test_drafts_from_the_prompt_change_no_token(checkpoint):
+def test_draft_tokens_from_the_prompt_change_no_token(checkpoint):
     want = checkpoint("qwen3")
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     found = generate(
@@ -233,7 +233,7 @@ def test_drafts_from_the_prompt_change_no_token(checkpoint):
     assert 0 < found["accepted"] < found["drafted"]
 
 
-# The host's JAX models load no weights with fewer KV heads than devices.
+# The host's JAX models cannot load weights with fewer KV heads than devices.
 @pytest.mark.parametrize(
     ("implementation", "kv_heads"), [("flax_nnx", 2), ("vllm", 2), ("vllm", 1)]
 )
@@ -246,7 +246,7 @@ def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
 
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole experts"])
 def test_two_devices_share_the_experts(checkpoint, whole):
-    """Each has half of every expert, or all of half of them."""
+    """Each has half of every expert, or half of the experts."""
     want = checkpoint("qwen3_moe", without={"num_experts_per_tok": 1}, **FEW)
     found = generate(
         want["folder"],
@@ -269,7 +269,7 @@ HYBRID = {
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_delta_nets_between_layers_of_attention(checkpoint, name):
-    """Prefixes are in the cache, and slots are used again, by a prompt of one token, too."""
+    """The cache has prefixes, and slots are reused, also by a prompt of one token."""
     engine, environment = HYBRID[name]
     want = checkpoint("qwen3_next")
     engine = {"enable_prefix_caching": True, **engine}
@@ -281,8 +281,8 @@ def test_delta_nets_between_layers_of_attention(checkpoint, name):
 
 
 @pytest.mark.parametrize(("implementation", "devices"), [("flax_nnx", 1), ("vllm", 1), ("vllm", 2)])
-def test_two_stages_have_half_of_the_layers_each(checkpoint, implementation, devices):
-    """Two processes, which hand hidden states on; each with some devices that share the heads."""
+def test_two_pipeline_stages_have_half_of_the_layers_each(checkpoint, implementation, devices):
+    """One process passes hidden states to the other; if each has two devices, these share heads."""
     want = checkpoint("qwen3")
     environment = {"MODEL_IMPL_TYPE": implementation, **(TWO_DEVICES if devices == 2 else {})}
     parallel = {"pipeline_parallel_size": 2, "tensor_parallel_size": devices}
@@ -291,7 +291,7 @@ def test_two_stages_have_half_of_the_layers_each(checkpoint, implementation, dev
 
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
 def test_two_nodes_of_ray_share_the_heads(checkpoint, implementation):
-    """Two processes, as on two machines, that JAX's distributed runtime brings together."""
+    """Two processes, as on two machines, connected by JAX's distributed runtime."""
     want = checkpoint("qwen3")
     environment = {"MODEL_IMPL_TYPE": implementation, "TPU_MULTIHOST_BACKEND": "ray"}
     found = generate(want["folder"], environment, nodes=2, tensor_parallel_size=2)
@@ -300,8 +300,8 @@ def test_two_nodes_of_ray_share_the_heads(checkpoint, implementation):
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
-def test_a_cache_of_fp8_is_read_as_it_was_rounded(checkpoint, implementation, kind):
-    """The judge rounds keys and values, too: a few of them the other way, from float64."""
+def test_an_fp8_cache_is_read_as_it_was_rounded(checkpoint, implementation, kind):
+    """The judge also rounds keys and values, but from float64, so a few round the other way."""
     dtype = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kind]
     want, exact = checkpoint("qwen3", cached=dtype), checkpoint("qwen3")
     environment = {"MODEL_IMPL_TYPE": implementation}
@@ -313,7 +313,7 @@ def test_a_cache_of_fp8_is_read_as_it_was_rounded(checkpoint, implementation, ki
     assert np.abs(np.subtract(*first)).max() > 0.05  # what rounding changes
 
 
-def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
+def test_fp8_latents_are_read_as_they_were_rounded(checkpoint):
     want = checkpoint("deepseek_v3", cached="float8_e4m3fn", **DEEPSEEK)
     exact = checkpoint("deepseek_v3", **DEEPSEEK)
     environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
@@ -331,7 +331,7 @@ def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_some_requests_have_an_adapter(checkpoint, devices):
-    """In one batch; the second prompt that begins like another has other keys in the cache."""
+    """All share a batch. One without an adapter begins like one with it, but its keys differ."""
     plain, merged = (checkpoint("qwen3", vocab_size=128, adapted=x) for x in (False, True))
     asked = [False, True, True, False, False, True]
     environment = {"MODEL_IMPL_TYPE": "vllm", **(TWO_DEVICES if devices == 2 else {})}
@@ -354,10 +354,10 @@ def test_some_requests_have_an_adapter(checkpoint, devices):
 
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
 def test_images_are_seen_as_the_judge_sees_them(tmp_path, implementation):
-    """Two in one batch, through the encoder, whose attention is XLA's here.
+    """A batch has two images, whose encoder runs in XLA, and texts that contain image tokens.
 
-    Next to them are texts that have the tokens of images. The limit is one of another kind of
-    input, which leaves room for images, and for videos, which the JAX model does not see.
+    The limit names only audio. That leaves room for images, and for videos, which jattn refuses for
+    the JAX model because it would not see them.
     """
     want = vllm_host.run("judge images", folder=str(tmp_path))
     assert want["tokens"][-2] != want["tokens"][-1]
@@ -376,8 +376,8 @@ def test_images_are_seen_as_the_judge_sees_them(tmp_path, implementation):
     assert (refused in found["video"]) == (implementation == "flax_nnx")
 
 
-def test_embeddings_per_layer_are_of_the_tokens_next_to_images(tmp_path):
-    """A text in the same step has its own, too."""
+def test_per_layer_embeddings_are_right_in_a_step_with_images(tmp_path):
+    """They are also right for a text in the same step."""
     want = vllm_host.run("judge images of Gemma", folder=str(tmp_path))
     assert want["tokens"][-2] != want["tokens"][-1]
     limits = {"image": 1, "video": 0, "audio": 0}
@@ -396,14 +396,14 @@ def test_embeddings_per_layer_are_of_the_tokens_next_to_images(tmp_path):
 
 
 def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint):
-    """The host would fork schedulers while JAX's threads run, and give no answer."""
+    """The host would fork schedulers while JAX's threads run, and hang."""
     environment = {"TPU_MULTIPROCESS_DP": "0"}
     error = generate(checkpoint("qwen3")["folder"], environment, data_parallel_size=2)["error"]
     assert "--data-parallel-size: 2, but must be 1 on a cpu" in error
 
 
 ON_TWO = {"sharding": {"sharding_strategy": {"tensor_parallelism": 2}}}
-REFUSED = {  # a model and settings, and what the engine says as it starts
+REFUSED = {  # a model, settings, and the error when the engine starts
     "layers with another cache": (
         "qwen3",
         {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
@@ -416,7 +416,7 @@ REFUSED = {  # a model and settings, and what the engine says as it starts
     ),
     "adapters": ("qwen3", {"enable_lora": True}, "MODEL_IMPL_TYPE: flax_nnx, but must be vllm"),
     "other recurrent layers": ("nemotron_h", {}, "--model: NemotronHForCausalLM, but must be one"),
-    "a model of text whose configuration is another's": (
+    "a text model without a text_config": (
         "gemma4_text",
         {},
         "MODEL_IMPL_TYPE: flax_nnx, but must be vllm: the host's JAX model of Gemma4ForCausalLM",
@@ -430,7 +430,7 @@ REFUSED = {  # a model and settings, and what the engine says as it starts
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_host_would_drop_is_refused_as_the_engine_starts(checkpoint, name):
+def test_what_the_host_would_get_wrong_is_refused_as_the_engine_starts(checkpoint, name):
     model_type, engine, message = REFUSED[name]
     changes = {"num_key_value_heads": 1} if model_type == "qwen3" else {}
     environment = {"MODEL_IMPL_TYPE": "flax_nnx", **TWO_DEVICES}
@@ -472,8 +472,8 @@ def test_the_server_answers_openais_client(checkpoint, name):
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 1.0, "beta_fast": 32.0}
-YARN |= {"beta_slow": 1.0, "original_max_position_embeddings": 4096}  # which changes nothing
-BUNDLED = {  # the model's implementation, and what the host has to be told besides
+YARN |= {"beta_slow": 1.0, "original_max_position_embeddings": 4096}  # has no effect
+BUNDLED = {  # the model's implementation, and changes to config.json that the host needs
     "qwen3-tiny": ("flax_nnx", {}),
     "gemma4-31b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
     "gemma4-e2b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
@@ -486,8 +486,8 @@ LATENT_FLAGS = ("--block-size", "32", "--additional-config", json.dumps(LATENT))
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_path):
-    """`reference.npz` has the tokens of transformers in float32, 32 for each of 8 prompts."""
+def test_the_server_continues_bundled_checkpoints_like_their_reference(name, tmp_path):
+    """`reference.npz` has transformers' tokens in float32, 32 for each of 8 prompts."""
     openai = pytest.importorskip("openai", reason="needs the openai client")
     folder, implementation, changes = tmp_path / name.split()[0], *BUNDLED[name]
     shutil.copytree(CHECKPOINTS / folder.name, folder)
@@ -529,7 +529,7 @@ CONNECTOR = {
 def ask(
     address: str, prompt: list[int], count: int, rank: int | None = None, **more: object
 ) -> dict:
-    """A server's answer to a prompt, or that of one of its replicas."""
+    """Return the completion of a prompt by a server, or by one of its replicas."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
     headers = {"Content-Type": "application/json"}
@@ -542,7 +542,7 @@ def ask(
 
 
 def metric(address: str, name: str) -> float:
-    """The sum of a metric of a server over its labels."""
+    """Return a metric of a server, summed over its labels."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
@@ -550,7 +550,7 @@ def metric(address: str, name: str) -> float:
 
 
 def test_every_program_is_compiled_before_the_first_request(checkpoint):
-    """As `vllm serve` starts unless it is told otherwise; other tests skip it to take less time."""
+    """This is the default of `vllm serve`; other tests skip it to save time."""
     want = checkpoint("qwen3")
     with vllm_host.server(want["folder"], environment={"SKIP_JAX_PRECOMPILE": "0"}) as address:
         for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
@@ -558,7 +558,7 @@ def test_every_program_is_compiled_before_the_first_request(checkpoint):
 
 
 def test_replicas_answer_alike(checkpoint):
-    """`vllm serve` starts a process for each; the first asked has no prefixes of the other."""
+    """`vllm serve` starts a process for each. Each replica has its own prefix cache."""
     want = checkpoint("qwen3")
     with vllm_host.server(want["folder"], "--data-parallel-size", "2") as address:
         for rank in (0, 1):
@@ -568,17 +568,17 @@ def test_replicas_answer_alike(checkpoint):
         assert metric(address, "vllm:prefix_cache_hits_total") == 2 * 64
 
 
-def test_one_server_reads_prompts_and_another_decodes(checkpoint):
-    """Full blocks of a prompt are not computed twice; their keys and values are the judge's.
+def test_one_server_prefills_prompts_and_another_decodes(checkpoint):
+    """The second server fetches the full blocks of a prompt, and returns the judge's tokens.
 
-    A request that does not say where they are is refused, and the others are answered.
+    A request that does not say where the blocks are is refused, without harm to others.
     """
     want = checkpoint("qwen3")
 
     def flags(role: str) -> tuple[str, str]:
         return "--kv-transfer-config", json.dumps({**CONNECTOR, "kv_role": role})
 
-    shared = {"TPU_SIDE_CHANNEL_PORT": str(free_port())}  # of the one, which the other connects to
+    shared = {"TPU_SIDE_CHANNEL_PORT": str(free_port())}  # of the producer, for the consumer
     with contextlib.ExitStack() as stack:
         addresses = []
         for role in ("kv_producer", "kv_consumer"):

@@ -1,4 +1,4 @@
-"""Requests that share a batch of vLLM on JAX with jattn: each gets what it would get alone.
+"""Requests that share a batch of vLLM on JAX with jattn: each gets the output it would get alone.
 
 Needs what `tests/integrations/test_vllm.py` needs:
 
@@ -50,13 +50,13 @@ def ask(
 CROWDED = {
     "scheduled ahead": {},
     "a step at a time": {"async_scheduling": False, "enable_prefix_caching": False},
-    "with drafts": {"speculative_config": DRAFTS},
+    "with draft tokens": {"speculative_config": DRAFTS},
 }
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_requests_that_are_preempted_go_on_as_if_they_were_not(checkpoint, name):
-    engine, drafts = CROWDED[name], name == "with drafts"
+def test_preempted_requests_continue_as_if_they_were_not(checkpoint, name):
+    engine, drafts = CROWDED[name], name == "with draft tokens"
     last = LONG if drafts else {**LONG, "prompt_logprobs": 0}
     engine = {**engine, "max_model_len": 96}
     want = ask(checkpoint, PROMPTS, [*[LONG] * 3, last], **engine)
@@ -69,8 +69,8 @@ def test_requests_that_are_preempted_go_on_as_if_they_were_not(checkpoint, name)
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["scheduled ahead", "a step at a time"])
-def test_requests_go_on_as_the_prefix_cache_is_reset(checkpoint, ahead):
-    """A token that is still computed as they begin again is computed again."""
+def test_requests_continue_when_the_prefix_cache_is_reset(checkpoint, ahead):
+    """A token that is still being computed when a request restarts is computed again."""
     engine = {"async_scheduling": ahead}
     want = ask(checkpoint, PROMPTS, [LONG] * 4, **engine)
     found = ask(checkpoint, PROMPTS, [LONG] * 4, (2, 3, 12, 13, 25), **engine)
@@ -78,8 +78,8 @@ def test_requests_go_on_as_the_prefix_cache_is_reset(checkpoint, ahead):
     assert found["tokens"] == want["tokens"]
 
 
-def test_a_prompt_is_read_to_its_end_next_to_answers_of_several_tokens_a_step(checkpoint):
-    """Three answers leave one token of each step to the last prompt."""
+def test_a_prompt_is_prefilled_while_others_decode_several_tokens_a_step(checkpoint):
+    """Three decoding requests leave one token of each step to the last prompt."""
     requests = [*[LONG] * 3, {**LONG, "prompt_logprobs": 0}]
     engine = {"async_scheduling": False, "max_num_batched_tokens": 4}
     several = {"enable_continue_decode": True, "max_decode_steps": 4}
@@ -91,8 +91,8 @@ def test_a_prompt_is_read_to_its_end_next_to_answers_of_several_tokens_a_step(ch
     assert [len(x) for x in found["prompt"]] == [0, 0, 0, len(PROMPTS[3]) - 1]
 
 
-def test_each_request_has_the_grammar_that_it_asked_for(checkpoint):
-    """Of 12 requests the names of two are sorted before that of the third."""
+def test_each_request_gets_its_own_grammar(checkpoint):
+    """With 12 requests, the ids "10" and "11" are sorted before "2"."""
     prompts = [[n + 3] for n in range(12)]
     requests = [{"choice": [f"{n + 20}"]} if n % 3 else LONG for n in range(12)]
     found = ask(checkpoint, prompts, requests, max_num_seqs=12)["tokens"]
@@ -104,8 +104,8 @@ def test_each_request_has_the_grammar_that_it_asked_for(checkpoint):
             assert len(tokens) == 40
 
 
-def test_a_greedy_request_stays_greedy_next_to_a_sampled_one_with_drafts(checkpoint):
-    """They draft what they have said, and some of it is what comes next."""
+def test_speculative_decoding_keeps_greedy_requests_greedy_among_sampled_ones(checkpoint):
+    """Draft tokens come from the request's own text; some are accepted."""
     prompts = [prompt[:9] * 3 for prompt in PROMPTS]
     greedy = [LONG] * 4
     mixed = [LONG, {**LONG, "temperature": 1.0}, LONG, {**LONG, "temperature": 0.5, "top_k": 3}]

@@ -1,12 +1,12 @@
-"""Tokens that a small model drafts for vLLM on JAX with jattn, judged by transformers in float64.
+"""Draft models for vLLM on JAX with jattn, judged by transformers in float64.
 
 Needs what `tests/integrations/test_vllm.py` needs:
 
     pytest -m hosts tests/integrations/test_vllm_drafts.py
 
-Drafts only say what to check, so every token must be the model's own. Several requests run at once
-and others wait, prompts are prefilled in chunks, one begins as another and one reaches the end of
-the context.
+Draft tokens only say what to verify, so every token must be the one that the target model generates
+without them. Several requests run at once while others wait, and prompts are prefilled in chunks.
+One prompt begins like another, and one request reaches the end of the context.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS = {  # a model type and its settings
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Makes a model's checkpoint once; returns its folder and what the judge found."""
+    """A function that makes a model's checkpoint once, and returns its folder and reference."""
     made = {}
 
     def make(name: str) -> dict:
@@ -66,7 +66,7 @@ def checkpoint(tmp_path_factory):
 
 
 def prepare(method: str, want: dict, folder: pathlib.Path) -> tuple[str, str | None]:
-    """Save a draft; returns the folders of the model, and of the draft if it has one of its own."""
+    """Save a draft model; return the target's folder, and the draft model's if that is separate."""
     after = vllm_drafts.followers(prompts(), want["tokens"])
     target, draft = want["folder"], folder / "draft"
     if method in ("mtp", "mimo"):
@@ -84,7 +84,7 @@ def prepare(method: str, want: dict, folder: pathlib.Path) -> tuple[str, str | N
 
 
 def generate(target: str, draft: str | None, method: str, implementation: str, **engine) -> dict:
-    one = method == "mimo"  # has no more
+    one = method == "mimo"  # drafts a single token
     speculative = {"method": method, "num_speculative_tokens": 1 if one else 3}
     if method not in ("eagle3", "dflash"):
         speculative["method"] = "mtp"
@@ -114,7 +114,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafts_change_no_token(checkpoint, tmp_path, name):
+def test_draft_models_change_no_token(checkpoint, tmp_path, name):
     method, model, implementation = CASES[name]
     want = checkpoint(model)
     target, draft = prepare(method, want, tmp_path)
@@ -123,11 +123,11 @@ def test_drafts_change_no_token(checkpoint, tmp_path, name):
     left = [CONTEXT - len(prompt) for prompt in prompts()]
     assert found["tokens"] == [x[:n] for x, n in zip(want["tokens"], left, strict=True)]
     assert found["drafted"] / 10 < found["accepted"] < found["drafted"]
-    assert max(found["cached"]) >= 48  # without the last block, whose states a draft needs
+    assert max(found["cached"]) >= 48  # not the last block: draft models need its states
 
 
 def test_scheduling_ahead_is_refused_as_the_engine_starts(checkpoint, tmp_path):
-    """The host would answer with wrong tokens at the end of the context."""
+    """The host would return wrong tokens at the end of the context."""
     target, draft = prepare("eagle3", checkpoint("Llama"), tmp_path)
     error = generate(target, draft, "eagle3", "flax_nnx")["error"]
     assert "--async-scheduling: on, but must be off (--no-async-scheduling) with method" in error

@@ -1,10 +1,10 @@
-"""Requests other than greedy ones to vLLM on JAX with jattn, and what of it is refused.
+"""Requests to vLLM on JAX with jattn that are not plain greedy ones, and which are refused.
 
 Needs what `tests/integrations/test_vllm.py` needs:
 
     pytest -m hosts tests/integrations/test_vllm_requests.py
 
-Of what jattn refuses, the host would end its engine with some, and ignore the rest.
+Of the fields and settings that jattn refuses, some would crash the host; it would ignore the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Makes a random checkpoint with a tokenizer of numbers once; returns its folder."""
+    """A function that makes a random checkpoint with a tokenizer of numbers; returns its folder."""
     made = {}
 
     def make(model_type: str = "qwen3", **changes: object) -> str:
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
 def test_embeddings_are_the_judges(checkpoint, implementation):
-    """A step has 64 tokens: of some prompts it computes the beginning, or the middle."""
+    """A step has 64 tokens, so some prompts take several steps."""
     given = {"folder": checkpoint(), "prompts": [*PROMPTS, *vllm_host.prompts()]}
     want = vllm_host.run("judge embeddings", **given)["embeddings"]
     environment = {"MODEL_IMPL_TYPE": implementation}
@@ -65,7 +65,7 @@ def test_embeddings_are_the_judges(checkpoint, implementation):
     assert np.abs(np.subtract(want[0], want[1])).max() > 0.1
 
 
-IGNORED = {  # fields of a request, and what it is told
+IGNORED = {  # fields that the host ignores, or worse
     "logit_bias": {"5": 2.0},
     "min_p": 0.5,
     "presence_penalty": 1.0,
@@ -73,16 +73,16 @@ IGNORED = {  # fields of a request, and what it is told
     "repetition_penalty": 1.5,
     "bad_words": ["5"],
     "min_tokens": 3,
-    "allowed_token_ids": [5, 6],  # which ends the host
+    "allowed_token_ids": [5, 6],  # crashes the host
     "logprob_token_ids": [5, 6],
     "logprobs": 0,
     "seed": 7,
 }
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_a_request_that_the_host_cannot_follow_gets_an_error_of_its_own(checkpoint, drafts):
-    """The same engine answers before and after it, and those next to it."""
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "with draft tokens"])
+def test_a_request_that_the_host_cannot_follow_gets_its_own_error(checkpoint, drafts):
+    """The same engine serves requests before and after it, and all that the host can follow."""
     requests = [{}]
     requests += [{"temperature": 1.0, name: value} for name, value in IGNORED.items()]
     requests += [{"logprobs": 1}, {"prompt_logprobs": 1}, {"choice": ["5", "7"]}]
@@ -108,7 +108,7 @@ def test_a_request_that_the_host_cannot_follow_gets_an_error_of_its_own(checkpoi
     assert all(len(tokens) == 6 for tokens in first["tokens"])
 
 
-def test_log_probabilities_of_prompts_of_a_model_of_images_are_refused(tmp_path):
+def test_prompt_log_probabilities_of_a_multimodal_model_are_refused(tmp_path):
     vllm_host.run("judge images", folder=str(tmp_path))
     engine = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     requests = [{"ignore_eos": True, **fields} for fields in ({}, {"prompt_logprobs": 1}, {})]
@@ -144,13 +144,13 @@ def test_the_server_answers_400_and_lives_on(checkpoint):
             assert answer["usage"]["completion_tokens"] == 4
 
 
-REFUSED = {  # a model, how it is run, settings, and what the engine says as it starts
-    "prompts that are no tokens": (
+REFUSED = {  # a model, its implementation, settings, and the error when the engine starts
+    "prompt embeddings": (
         *("qwen3", {}, "flax_nnx"),
         {"enable_prompt_embeds": True},
         "--enable-prompt-embeds: given, but must be left out",
     ),
-    "logits in the place of log-probabilities": (
+    "logits instead of log-probabilities": (
         *("qwen3", {}, "flax_nnx"),
         {"logprobs_mode": "raw_logits"},
         "--logprobs-mode: raw_logits, but must be one of raw_logprobs, processed_logprobs",
@@ -160,7 +160,7 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         {"max_logprobs": -1},
         "--max-logprobs: -1, but must be from 0 to",
     ),
-    "processors of logits": (
+    "logits processors": (
         *("qwen3", {}, "flax_nnx"),
         {"logits_processors": ["vllm.v1.sample.logits_processor:MinPLogitsProcessor"]},
         "--logits-processors: vllm.v1.sample.logits_processor:MinPLogitsProcessor, but must be",
@@ -175,7 +175,7 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         {},
         "loads weights for head sizes of 64 and multiples of 128 only, not 32",
     ),
-    "a head of its own": (
+    "an untied output head": (
         *("qwen2", {}, "auto"),
         {},
         "the host's JAX model of Qwen2ForCausalLM reads only a config.json with a text_config",
@@ -185,12 +185,12 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         {"enable_lora": True, "max_lora_rank": 8},
         "--lora-target-modules: left out, but must be names of layers other than experts",
     ),
-    "quantized as a JAX model is loaded": (
+    "a JAX model quantized as it is loaded": (
         *("qwen3", {}, "flax_nnx"),
         {"quantization": "fp8", "dtype": "bfloat16"},
         "--quantization: fp8, but must be left out",
     ),
-    "quantized as a torch model is loaded": (
+    "a torch model quantized as it is loaded": (
         *("qwen3", {}, "vllm"),
         {"quantization": "fp8", "dtype": "bfloat16"},
         "--quantization: fp8, but must be left out",
@@ -200,7 +200,7 @@ SERVED = {
     "any head size as a torch model": ("qwen3", {"head_dim": 96}, "vllm", {}),
     "heads of 64": ("qwen3", {"head_dim": 64}, "flax_nnx", {}),
     "heads that a model pads with its weights": ("llama", {"head_dim": 96}, "flax_nnx", {}),
-    "a head that is the embedding": ("qwen2", {"tie_word_embeddings": True}, "flax_nnx", {}),
+    "a tied output head": ("qwen2", {"tie_word_embeddings": True}, "flax_nnx", {}),
     "adapters with experts": (
         *("qwen3_moe", {}, "vllm"),
         {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]},
@@ -209,7 +209,7 @@ SERVED = {
 
 
 def start(checkpoint, model_type, changes, implementation, engine) -> dict:
-    """A few tokens, or what the engine raised as it started."""
+    """Generate a few tokens; return them, or the error that the engine raised when it started."""
     return vllm_host.run(
         "generate",
         environment={"MODEL_IMPL_TYPE": implementation},
@@ -221,7 +221,7 @@ def start(checkpoint, model_type, changes, implementation, engine) -> dict:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_end_the_host_is_refused_as_the_engine_starts(checkpoint, name):
+def test_what_the_host_cannot_serve_is_refused_as_the_engine_starts(checkpoint, name):
     *given, message = REFUSED[name]
     error = start(checkpoint, *given)["error"]
     assert message in error
@@ -229,6 +229,6 @@ def test_what_would_end_the_host_is_refused_as_the_engine_starts(checkpoint, nam
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_next_to_a_refusal_is_served(checkpoint, name):
+def test_settings_close_to_refused_ones_are_served(checkpoint, name):
     found = start(checkpoint, *SERVED[name])
     assert [len(tokens) for tokens in found["tokens"]] == [3, 3, 3]

@@ -1,16 +1,16 @@
-"""Which model types of the installed transformers are right on jattn, and which are not and why.
+"""Test which model types of the installed transformers are right on jattn, and say why not.
 
     python -m tests.tools.transformers_census [--types llama,t5] [--share 12] [--out FILE] [--page]
 
-Needs torch and transformers (`pip install '.[conformance]'`), and a quarter of an hour for all
-types. Every type that transformers' auto classes know is built with a small random configuration
-and reads random inputs twice, with transformers' eager attention and with jattn's. Judge is a
-fault: the difference may be a thousandth of what attention to keys in the opposite order makes.
-Where a type reads text, it reads it padded, too, and a model with a cache reads or writes it in
-parts. An encoder-decoder is judged as a whole.
+Needs torch and transformers (`pip install '.[conformance]'`). All types take a quarter of an hour.
+Every type that transformers' auto classes know is built with a small random configuration. The
+model reads random inputs twice, with transformers' eager attention and with jattn's. A fault sets
+the limit: outputs may differ by a thousandth of the difference that attention to keys in the
+opposite order makes. A model that reads text also reads it with padding, and one with a cache also
+reads or writes it in parts. An encoder-decoder is judged as a whole.
 
-Workers take a few types each and have a time limit, so that a crash costs one type. `--page` writes
-docs/transformers-models.md from the results.
+Each worker process judges a few types, and each type has a time limit, so a crash or a stall costs
+one type. `--page` writes docs/transformers-models.md from the results.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ RESULTS = ROOT / "tests" / "data" / "transformers-census.jsonl"
 PAGE = ROOT / "docs" / "transformers-models.md"
 
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not judged"
-CRASHED = "crashed"  # by an error that is no refusal
-# What reasons begin with that have a heading of the page for themselves.
+CRASHED = "crashed"  # with an error other than a refusal
+# Beginnings of reasons that have their own heading on the page.
 BUILD, INPUTS = "cannot be built small", "takes none of the census's inputs"
 ELSEWHERE = "does not call transformers' attention interface"
-PART, WRITTEN_PART = 18, 6  # tokens that are read, and written, at once
+PART, WRITTEN_PART = 18, 6  # tokens of the first part, if it is read, and if it is written
 MOST_MEMORY = 8 << 30
-# Of what the fault changes; float32 makes a hundredth of it.
+# As a share of the fault's difference; float32 rounding makes a hundredth of this limit.
 LIMIT = 1e-3
 
 
@@ -52,11 +52,11 @@ LIMIT = 1e-3
 
 
 def tensors(torch: Any, output: Any) -> list[Any]:
-    """The float tensors of an output that no cache holds."""
+    """Return the float tensors of an output, except those of caches and attention weights."""
     if isinstance(output, torch.Tensor):
         return [output.double()] if output.is_floating_point() else []
     if isinstance(output, dict):
-        # jattn returns no weights of attention.
+        # jattn returns no attention weights.
         kept = (name for name in output if name != "past_key_values" and "attention" not in name)
         output = [output[name] for name in kept]
     if isinstance(output, (list, tuple)):
@@ -65,9 +65,9 @@ def tensors(torch: Any, output: Any) -> list[Any]:
 
 
 def compare(torch: Any, ours: list[Any], theirs: list[Any], masks: Sequence[Any] = ()) -> float:
-    """The largest root mean square of a difference, as a share of the tensor's own.
+    """Return the largest RMS difference of a pair of tensors, relative to the RMS of `theirs`.
 
-    With masks [B, n], only of tensors [B, n, ...] of one of them, where it is not 0.
+    With masks [B, n], compare only tensors [B, n, ...] that fit one of them, where it is not 0.
     """
     largest = 0.0
     for a, b in zip(ours, theirs, strict=True):
@@ -87,24 +87,24 @@ def compare(torch: Any, ours: list[Any], theirs: list[Any], masks: Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model that both attentions run."""
+    """A model to run with eager attention and with jattn's."""
 
     torch: Any
     model: Any
 
     def forward(self, implementation: str, inputs: dict[str, Any]) -> Any:
-        """Its output."""
+        """Run the model with an attention implementation, and return its output."""
         self.model.set_attn_implementation(implementation)
         self.torch.manual_seed(3)
         with self.torch.no_grad():
             return self.model(**inputs)
 
     def run(self, implementation: str, inputs: dict[str, Any]) -> list[Any]:
-        """The tensors of its output."""
+        """Run the model, and return the tensors of its output."""
         return tensors(self.torch, self.forward(implementation, inputs))
 
     def read(self, implementation: str, inputs: dict[str, Any]) -> list[Any]:
-        """The logits of a text that is read or written in three parts, the second one token."""
+        """Read or write a text in three parts, the second of one token, and return the logits."""
         name, part = "input_ids", PART
         if "decoder_input_ids" in inputs:
             name, part = "decoder_input_ids", WRITTEN_PART
@@ -121,7 +121,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A line of the results."""
+    """The result of one model type: a line of the results file."""
 
     model_type: str
     status: str
@@ -133,10 +133,10 @@ class Verdict:
 
 
 def first_that_runs(subject: Subject) -> tuple[str, dict[str, Any], list[Any]]:
-    """Inputs that eager attention takes, in words and themselves, and what it makes of them.
+    """Return the first inputs that run with eager attention: their name, themselves, the outputs.
 
     Raises:
-      ValueError: it takes none; says why not the first.
+      ValueError: no inputs run; it says why the first ones did not.
     """
     failure: Exception | None = None
     for words, inputs in candidates(subject.torch, subject.model):
@@ -152,7 +152,7 @@ def first_that_runs(subject: Subject) -> tuple[str, dict[str, Any], list[Any]]:
 
 @contextlib.contextmanager
 def attending(module: Any, change: Any) -> Iterator[list[int]]:
-    """Count the calls of jattn's attention, and change its keys."""
+    """Apply `change` to the keys of jattn's attention; yield a list with an entry per call."""
     original, calls = module.attend, []
 
     def attend(query: Any, key: Any, *args: Any, **options: Any) -> Any:
@@ -167,14 +167,14 @@ def attending(module: Any, change: Any) -> Iterator[list[int]]:
 
 
 def one_line(error: BaseException, limit: int = 220) -> str:
-    """An error's text, cut, without folders of this machine and what breaks a table."""
+    """Return an error's text, shortened, without local folders and what would break a table."""
     text = re.sub(r"[\w./-]*/site-packages/", "", " ".join(str(error).split()))
     text = text.replace("|", "/") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def status_of(error: Exception) -> tuple[str, str]:
-    """The status and the reason of what a model raises on jattn."""
+    """Return the status and the reason for an error that a model raises on jattn."""
     import jattn
 
     if isinstance(error, jattn.UnsupportedError):
@@ -183,7 +183,7 @@ def status_of(error: Exception) -> tuple[str, str]:
 
 
 def judge(model_type: str) -> Verdict:
-    """Build a type, run it with both attentions, and compare."""
+    """Build a model of a type, run it with both attention implementations, and compare."""
     import torch
     import transformers
 
@@ -201,7 +201,7 @@ def judge(model_type: str) -> Verdict:
 
 
 def judge_model(torch: Any, module: Any, model_type: str, model: Any) -> Verdict:
-    """Run a model with both attentions, and compare."""
+    """Run a model with both attention implementations, and compare."""
     subject = Subject(torch, model)
     run = subject.run
     try:
@@ -239,7 +239,7 @@ def judge_model(torch: Any, module: Any, model_type: str, model: Any) -> Verdict
 def padded(
     subject: Subject, inputs: dict[str, Any], fault: float, verdict: Verdict, what: str
 ) -> Verdict:
-    """The same text with padding, if eager attention can."""
+    """Compare on the same text with padding, if that runs with eager attention."""
     mask = subject.torch.ones_like(inputs["input_ids"])
     mask[0, -7:] = 0
     masks = [mask]
@@ -262,7 +262,7 @@ def padded(
 def in_parts(
     subject: Subject, inputs: dict[str, Any], fault: float, verdict: Verdict, what: str
 ) -> Verdict:
-    """The same text in parts with a cache, if eager attention can."""
+    """Compare on the same text in parts with a cache, if that runs with eager attention."""
     try:
         wanted = subject.read("eager", inputs)
     except Exception:
@@ -275,7 +275,7 @@ def in_parts(
 
 
 def with_failure(verdict: Verdict, error: Exception, what: str) -> Verdict:
-    """The verdict where one more comparison raises: a refusal is a note, a crash is not."""
+    """Add a comparison that raised: a refusal only adds a note, a crash changes the status."""
     status, reason = status_of(error)
     status = verdict.status if status == REFUSED else status
     notes = (verdict.reason, f"with {what}: {reason}")
@@ -283,7 +283,7 @@ def with_failure(verdict: Verdict, error: Exception, what: str) -> Verdict:
 
 
 def conclude(verdict: Verdict, error: float, fault: float, what: str) -> Verdict:
-    """The verdict with one more comparison."""
+    """Add a comparison to the verdict."""
     if error > LIMIT * fault:
         reason = f"with {what}: differs by {error:.1e} of its output"
         return dataclasses.replace(verdict, status=WRONG, reason=reason, error=error)
@@ -294,13 +294,13 @@ def conclude(verdict: Verdict, error: float, fault: float, what: str) -> Verdict
 
 
 def all_types() -> list[str]:
-    """The model types that transformers' auto classes build a model for."""
+    """Return the model types for which transformers' auto classes build a model."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     return sorted({*auto.MODEL_MAPPING_NAMES, *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES})
 
 
 def work(types: list[str], out: pathlib.Path) -> None:
-    """Judge types one after another, in this process."""
+    """Judge types one after another in this process, and append the verdicts to `out`."""
     import warnings
 
     import jax
@@ -315,7 +315,7 @@ def work(types: list[str], out: pathlib.Path) -> None:
     for model_type in types:
         try:
             verdict = judge(model_type)
-        except BaseException as error:  # a worker must say of which type it died
+        except BaseException as error:  # a worker must report which type ended it
             reason = f"{type(error).__name__}: {one_line(error)}"
             verdict = Verdict(model_type, NOT_BUILT, reason)
         with out.open("a") as file:
@@ -323,7 +323,7 @@ def work(types: list[str], out: pathlib.Path) -> None:
 
 
 def census(types: list[str], out: pathlib.Path, seconds: float, share: int) -> None:
-    """Judge types by workers of `share` types each; one that dies or stalls costs one type."""
+    """Judge types in workers of `share` types each; one that dies or stalls costs one type."""
     left = collections.deque(types)
     while left:
         batch = [left.popleft() for _ in range(min(share, len(left)))]
@@ -355,13 +355,13 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def read(path: pathlib.Path = RESULTS) -> tuple[list[Verdict], dict[str, str]]:
-    """The verdicts of a file, and the versions they are for."""
+    """Return the verdicts in a file, and the versions that they are for."""
     head, *rest = (json.loads(line) for line in _lines(path))
     return [Verdict(**{**row, "also": tuple(row["also"])}) for row in rest], head
 
 
 def _by_reason(verdicts: list[Verdict]) -> list[str]:
-    """A list of types by reason; a reason that many share, or begin with, is a heading."""
+    """List types by reason, with headings for reasons that many types share."""
     groups: dict[str, dict[str, list[str]]] = {}
     for v in verdicts:
         kind, _, rest = v.reason.partition(": ")
@@ -383,7 +383,7 @@ def _by_reason(verdicts: list[Verdict]) -> list[str]:
 
 
 def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     kinds = {
         RIGHT: "Right",
         WRONG: "Wrong",

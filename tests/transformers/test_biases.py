@@ -1,4 +1,4 @@
-"""Masks and biases of positions that transformers' models give: what they hide, add and learn.
+"""Masks and position biases that transformers' models pass: what they hide, add and learn.
 
 Needs torch and transformers, as tests/transformers/test_generation.py does.
 """
@@ -59,7 +59,7 @@ def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
     ):
         mask = torch.zeros(1, 1, 7, 7, dtype=dtype).masked_fill(future, lowest)
         torch.testing.assert_close(attention(model, query, key, value, mask)[0], wanted)
-        wider = torch.nn.functional.pad(mask, (0, 9), value=lowest)  # of a cache with more room
+        wider = torch.nn.functional.pad(mask, (0, 9), value=lowest)  # a cache with more room
         torch.testing.assert_close(attention(model, query, key, value, wider)[0], wanted)
         ends = torch.arange(7)[None, None, None] > 4
         padding = torch.zeros(1, 1, 1, 7, dtype=dtype).masked_fill(ends, lowest)
@@ -70,8 +70,8 @@ def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
             attention(model, query, key, value, mask)
 
 
-def test_numbers_of_all_heads_are_biases(libraries):
-    """In a mask of one head, with every kind of cache."""
+def test_additive_masks_for_all_heads_are_biases(libraries):
+    """The mask has one head for all; this works with every kind of cache."""
     torch, transformers, _ = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     text = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(18))
@@ -92,7 +92,7 @@ def test_numbers_of_all_heads_are_biases(libraries):
 
 
 def hiding(kind, torch):
-    """A mask [B, 1, 12, 12] as transformers' models make them."""
+    """Return a mask [B, 1, 12, 12] as transformers' models make them."""
     i, j = torch.arange(12)[:, None], torch.arange(12)[None]
     seen = {
         "causal": j <= i,
@@ -124,7 +124,7 @@ def test_masks_are_those_of_sdpa(kind, padding, libraries):
     mask = hiding(kind, torch)
     if padding == "left":
         for row, missing in ((mask[0, 0], 3), (mask[1, 0], 7)):
-            if kind == "chunks":  # they start at the first token
+            if kind == "chunks":  # chunks start at the first real token
                 row[missing:, missing:] = row[:-missing, :-missing].clone()
             row[:, :missing] = False
     elif padding == "right":
@@ -145,7 +145,7 @@ def test_masks_are_those_of_sdpa(kind, padding, libraries):
 
 @pytest.mark.parametrize("kind", ["relative", "per key"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_biases_of_positions_and_their_gradients(kind, is_causal, libraries):
+def test_position_biases_and_their_gradients(kind, is_causal, libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     generator = torch.Generator().manual_seed(9)
@@ -154,7 +154,7 @@ def test_biases_of_positions_and_their_gradients(kind, is_causal, libraries):
     mask = (
         ((j <= i) if is_causal else torch.ones(9, 9, dtype=torch.bool)).expand(2, 1, 9, 9).clone()
     )
-    if is_causal or kind == "relative":  # or padding's own distances would be its bias's only
+    if is_causal or kind == "relative":  # otherwise some distances would occur only at padding
         mask[0, ..., :2] = False
     table = torch.randn(4, 17, generator=generator, requires_grad=True)
     gradients = []
@@ -264,7 +264,7 @@ def test_biases_of_models_that_train(libraries):
         torch.testing.assert_close(gradients[1][n], wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_a_large_bias_hides_no_differences_of_others(libraries):
+def test_a_large_bias_does_not_hide_differences_between_others(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     query, key, value = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(9))
@@ -282,7 +282,7 @@ def test_a_large_bias_hides_no_differences_of_others(libraries):
         attend()
 
 
-def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
+def test_a_mask_is_read_again_when_its_version_changes(libraries, monkeypatch):
     torch, transformers, bridge = libraries
     sights = importlib.import_module(f"{BRIDGE}.sights")
     model = make_model(torch, transformers, FAMILIES[0])
@@ -301,7 +301,7 @@ def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
     assert len(sights._plans[mask][1]) == 1
 
 
-def test_encoders_with_biases_take_padding_left_and_right(libraries):
+def test_encoders_with_biases_accept_padding_left_and_right(libraries):
     torch, transformers, bridge = libraries
     config = transformers.T5Config(
         vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
@@ -309,7 +309,7 @@ def test_encoders_with_biases_take_padding_left_and_right(libraries):
     torch.manual_seed(0)
     model = transformers.T5EncoderModel(config)
     with torch.no_grad():
-        for block in model.encoder.block[:1]:  # the others take its biases
+        for block in model.encoder.block[:1]:  # the others reuse its biases
             block.layer[0].SelfAttention.relative_attention_bias.weight.normal_()
     text, mask = torch.randint(3, 96, (4, 14)), torch.ones(4, 14, dtype=torch.long)
     mask[1, 9:] = mask[2, :3] = mask[3, :2] = mask[3, 11:] = 0

@@ -1,4 +1,4 @@
-"""A `PagedCache` of transformers' models: keys that stay in pools, texts, beams and refusals.
+"""A `PagedCache` for transformers' models: keys that stay in pools, generation, beams, refusals.
 
 Needs torch and transformers, as tests/transformers/test_generation.py does.
 """
@@ -26,7 +26,7 @@ from tests.support.transformers_models import BRIDGE, make_model
 pytestmark = support.MARKS
 libraries = support.libraries  # the fixture
 
-# What a PagedCache cannot hold: layers with states and keys, and latents that the model expands.
+# Families that a PagedCache cannot hold: layers with both states and keys, or latents.
 NOT_PAGED = {
     "zamba2": "must have one that caches the keys of full or sliding attention and nothing else",
     "deepseek_v2": "caches latents",
@@ -36,7 +36,7 @@ NOT_PAGED = {
 
 
 def generate(torch, model, text, mask, cache, **options):
-    """Tokens and logits of a greedy continuation."""
+    """Return the tokens and logits of a greedy continuation."""
     torch.manual_seed(0)
     out = model.generate(
         text, attention_mask=mask, past_key_values=cache, do_sample=False, eos_token_id=None,
@@ -52,7 +52,7 @@ def test_a_paged_cache_generates_what_transformers_does(family, libraries):
     text = torch.randint(3, 96, (3, 14), generator=torch.Generator().manual_seed(10))
     mask = torch.ones_like(text)
     mask[0, :3], mask[2, :7] = 0, 0
-    if model._supports_sdpa and family.model_type != "gpt_oss":  # sdpa takes no sinks
+    if model._supports_sdpa and family.model_type != "gpt_oss":  # sdpa does not support sinks
         model.set_attn_implementation("sdpa")
     tokens, logits = generate(torch, model, text, mask, None, max_new_tokens=24)
     model.set_attn_implementation("jattn")
@@ -109,7 +109,7 @@ def test_a_decode_step_copies_no_pool(libraries):
 
 
 def test_arrays_are_on_the_device_of_the_tensors(libraries):
-    """In a process of its own, with a default device that is another one."""
+    """This runs in a new process, in which the default device is not that of the tensors."""
     program = (
         "import jax, torch, transformers\n"
         "import jattn.integrations.transformers as package\n"
@@ -154,7 +154,7 @@ def test_a_second_decode_step_compiles_nothing(libraries):
         for count in (9, 1):
             model(text[:, :count], past_key_values=cache)
         programs = {p for layer in cache.layers for p in layer._programs.values()}
-        assert len(programs) == 2  # of the text and of a step, for both layers
+        assert len(programs) == 2  # for the prompt and for a step, shared by both layers
         before = module._program.cache_info().misses, [p._cache_size() for p in programs]
         for _ in range(20):
             model(text[:, :1], past_key_values=cache)
@@ -229,7 +229,7 @@ def test_beams_copy_the_blocks_that_hold_tokens(libraries, monkeypatch):
 
     wanted = read_on(transformers.DynamicCache(config=model.config))
     torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
-    # In both layers; a row of 11 tokens, padding not among them, then one of 12.
+    # Three blocks in both layers: a row has 11 tokens, not counting padding, and then 12.
     assert copied == [3, 3, 3, 3]
 
 
@@ -279,7 +279,7 @@ def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
     wanted = read_on(None)
     model.set_attn_implementation("jattn")
     torch.testing.assert_close(read_on(paged(2)), wanted, atol=1e-4, rtol=1e-4)
-    if speech:  # Whisper takes two caches of transformers' own instead
+    if speech:  # Whisper then creates two of transformers' own caches instead
         alone = paged()
         torch.testing.assert_close(read_on(alone), wanted, atol=1e-4, rtol=1e-4)
         assert alone.get_seq_length() == 0
@@ -313,7 +313,7 @@ def test_a_step_that_fails_leaves_the_tokens_before_it(libraries, monkeypatch):
     odd[..., 2] = False
 
     def interrupted(layer, make=module._program):
-        """As by a keyboard, in the program of one layer, when the pools are the program's."""
+        """Interrupt the program of one layer after the pools were donated to it, like Ctrl-C."""
 
         def program(structure, *static):
             def step(leaves, *args):
@@ -378,7 +378,7 @@ def test_tokens_that_wait_for_attention_are_cropped_first(libraries):
     torch.testing.assert_close(found, wanted[:, 6:], atol=2e-5, rtol=2e-5)
 
 
-def test_a_part_that_is_padding_is_read(libraries):
+def test_a_prefill_chunk_may_be_all_padding(libraries):
     torch, transformers, _ = libraries
     model, cache = paged_llama(torch, transformers)
     text = torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(16))
@@ -392,7 +392,7 @@ def test_a_part_that_is_padding_is_read(libraries):
 
 
 def test_a_decoder_that_attends_to_an_encoder_takes_two_paged_caches(libraries):
-    """BART's alone is no encoder-decoder by its configuration."""
+    """By its configuration, BART's decoder on its own is not an encoder-decoder."""
     torch, transformers, _ = libraries
     package = importlib.import_module(BRIDGE)
     config = transformers.BartConfig(
@@ -427,7 +427,7 @@ def test_a_decoder_that_attends_to_an_encoder_takes_two_paged_caches(libraries):
         torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_a_copy_of_a_paged_cache_goes_on_alone(libraries):
+def test_a_copy_of_a_paged_cache_is_independent(libraries):
     torch, transformers, _ = libraries
     model, prefix = paged_llama(torch, transformers)
     text = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(20))
@@ -459,7 +459,7 @@ def test_ways_to_generate_with_a_paged_cache(way, libraries):
         "two turns": {},
     }[way]
     if way == "assistant":
-        with torch.no_grad():  # so that it is right and wrong by turns
+        with torch.no_grad():  # so that some of its tokens are accepted and others are not
             for weight in options["assistant_model"].parameters():
                 weight.add_(0.05 * torch.randn_like(weight))
     if way == "two turns":

@@ -1,4 +1,4 @@
-"""The census of transformers' model types: some types, and faults that it must find.
+"""The census of transformers' model types: some of the types, and faults that it must find.
 
 Needs torch and transformers, as tests/transformers/test_generation.py does.
 """

@@ -17,17 +17,17 @@ from tests.support.families import FAMILIES, Family
 
 pytestmark = [
     pytest.mark.transformers,
-    pytest.mark.filterwarnings("ignore"),  # those of torch and transformers are not ours to mend
+    pytest.mark.filterwarnings("ignore"),  # torch's and transformers' warnings are not ours to fix
 ]
 WHY = "needs torch and transformers: pip install '.[conformance]'"
 BRIDGE = "jattn.integrations.transformers"
 GEMMA2 = next(family for family in FAMILIES if family.model_type == "gemma2")
-BLOOM = Family("bloom", "adds its mask by itself", {"n_layer": 1, "n_head": 4})
+BLOOM = Family("bloom", "adds its mask to logits itself", {"n_layer": 1, "n_head": 4})
 
 
 @pytest.fixture
 def libraries():
-    """torch, transformers and jattn's adapter; tests are skipped where one is missing."""
+    """torch, transformers and jattn's adapter; tests are skipped if a library is missing."""
     torch = pytest.importorskip("torch", reason=WHY)
     transformers = pytest.importorskip("transformers", reason=WHY)
     transformers.logging.set_verbosity_error()
@@ -47,7 +47,7 @@ def make_model(torch, transformers, family: Family, attention: str):
 
 
 def texts(torch) -> dict[str, object]:
-    """Two texts, longer than the family's window, the second with padding on the left."""
+    """Return two texts, longer than the family's window, the second with padding on the left."""
     ids = torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -77,7 +77,7 @@ def test_a_compiled_model_has_eagers_logits_and_gradients(libraries):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_generate_compiles_with_a_static_cache(libraries, paged):
-    """As transformers does by itself where it sees a GPU; a paged cache it leaves uncompiled."""
+    """On GPUs transformers does this by default; with a paged cache it does not compile."""
     torch, transformers, package = libraries
     model, given = make_model(torch, transformers, GEMMA2, "eager"), texts(torch)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

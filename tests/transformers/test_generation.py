@@ -1,15 +1,14 @@
 """Unmodified transformers models on jattn, over scattered pages.
 
-Needs torch and transformers, and minutes: `pip install '.[conformance]'`, then
+Needs torch and transformers, and takes minutes: `pip install '.[conformance]'`, then
 
     pytest -m transformers tests/transformers/test_generation.py
 
-or `pytest -m transformers` with tests/transformers/test_biases.py, ..._cache.py and ..._census.py,
-too.
+or `pytest -m transformers`, which also runs test_biases.py, test_cache.py, test_census.py, ...
 
-A family's random model reads a text in chunks with a cache and decodes the rest. Judge is the same
-model in float64 with transformers' own attention; the budget, twice the error that attention makes
-in float32. Wrong attention must exceed it for every family.
+A family's random model reads a text in chunks with a cache and decodes the rest. The judge is the
+same model in float64 with transformers' own attention. The budget is twice the error that this
+attention makes in float32; deliberately wrong attention must exceed it for every family.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.support.transformers_models import BRIDGE, make_model, read
 
 pytestmark = support.MARKS
 libraries = support.libraries  # the fixture
-CHUNKS = (21, 6, 1, 1, 1)  # tokens of the text, as they are fed
+CHUNKS = (21, 6, 1, 1, 1)  # tokens of the text per call
 
 
 def rms(x: np.ndarray) -> float:
@@ -37,7 +36,7 @@ def rms(x: np.ndarray) -> float:
 
 
 def wrong_attentions(features: set[str]) -> dict[str, object]:
-    """Faults that a family can show, as changes of what `attend` is given."""
+    """Return the faults that a family can show, as changes to the arguments of `attend`."""
 
     def scale(query, key, value, sight, scale, **options):
         return query, key, value, sight, {"scale": scale * 1.02, **options}
@@ -69,7 +68,7 @@ def wrong_attentions(features: set[str]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def replaced(bridge, attend):
-    """Another `attend` in the bridge."""
+    """Replace `attend` in the bridge; yield the original."""
     original, bridge.attend = bridge.attend, attend
     try:
         yield original
@@ -113,7 +112,7 @@ def test_family(family, libraries):
 
 
 def test_the_list_covers_every_feature():
-    """At least thirty families, and all that attention is asked for among them."""
+    """There are at least thirty families, and they cover every feature of attention."""
     assert len({family.model_type for family in FAMILIES}) >= 30
     words = " ".join(family.features for family in FAMILIES)
     for feature in (
@@ -144,7 +143,7 @@ def test_another_layout_and_block_size(libraries):
     np.testing.assert_allclose(read(torch, model, text, (23, 1)), wanted, atol=1e-4)
 
 
-def test_what_jattn_has_no_word_for_is_refused(libraries):
+def test_what_jattn_cannot_express_is_refused(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     query = torch.zeros(1, 4, 5, 16)
@@ -179,7 +178,7 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
 
 
 def test_a_mask_that_shows_more_keys_than_there_are_is_refused(libraries):
-    """A cache of a window returns the last keys alone: a mask of all of them is not theirs."""
+    """A cache with a window returns only the last keys, which a mask of all keys does not fit."""
     torch, transformers, bridge = libraries
     family = next(family for family in FAMILIES if family.model_type == "mistral")
     model = make_model(torch, transformers, family)
@@ -199,7 +198,7 @@ def test_a_mask_that_shows_more_keys_than_there_are_is_refused(libraries):
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "big_bird"])
-def test_models_with_attention_of_their_own_are_refused(model_type, libraries):
+def test_models_with_their_own_attention_are_refused(model_type, libraries):
     torch, transformers, _ = libraries
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = transformers.AutoConfig.for_model(model_type, **sizes)
@@ -242,7 +241,7 @@ def test_gradients_are_those_of_transformers(name, libraries):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_derivatives_in_forward_mode_are_refused(paged, libraries):
+def test_forward_mode_derivatives_are_refused(paged, libraries):
     torch, transformers, _ = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     model.set_attn_implementation("jattn")

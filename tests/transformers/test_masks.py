@@ -1,4 +1,4 @@
-"""Reading transformers' masks, without transformers: a reading shows what its mask shows."""
+"""Reading transformers' masks, without transformers: a reading must show what its mask shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
     "packed": lambda i, j, w: (i // w == j // w) & (j <= i),
     "full": lambda i, j, w: j >= 0 * i,
 }
-# What a model with a cache asks for, a part of the queries at a time.
+# Masks of models with a cache, which pass some of the queries at a time.
 CACHED = {
     **{kind: KINDS[kind] for kind in ("causal", "window", "chunks", "prefix")},
     "picture in a window": lambda i, j, w: (
@@ -38,13 +38,13 @@ CACHED = {
 
 
 def draw(rng, kind, padding):
-    """A mask [B, Tq, Tk] as transformers makes them."""
+    """Return a random mask [B, Tq, Tk] as transformers makes them."""
     batch, tokens, size = rng.integers(1, 4), int(rng.integers(1, 24)), int(rng.integers(1, 9))
     i, j = np.arange(tokens)[:, None], np.arange(tokens)[None]
     mask = np.broadcast_to(KINDS[kind](i, j, size), (batch, tokens, tokens)).copy()
     for row in mask:
         missing = int(rng.integers(0, tokens))
-        if padding == "left" and kind == "chunks":  # they start at the first token
+        if padding == "left" and kind == "chunks":  # chunks start at the first real token
             row[missing:, missing:] = row[: tokens - missing, : tokens - missing].copy()
         row[:, slice(0, missing) if padding == "left" else slice(tokens - missing, None)] &= (
             padding == "none"
@@ -55,7 +55,7 @@ def draw(rng, kind, padding):
 
 
 def shown(reading, shape):
-    """The mask that a reading says, by `jattn.spec`."""
+    """Return the mask that a reading describes, according to `jattn.spec`."""
     found = np.zeros(shape, bool)
     causal = np.broadcast_to(reading.is_causal, reading.seq_lens.shape)
     for r, seq_len in enumerate(reading.seq_lens):
@@ -88,17 +88,17 @@ def test_a_reading_shows_what_the_mask_shows(kind, padding):
 
 @pytest.mark.parametrize("kind", CACHED)
 def test_readings_of_parts_show_what_their_masks_show(kind):
-    """As a cache reads them: behind padding, and with the keys of earlier parts stored already."""
+    """With a cache, parts come after padding, and the keys of earlier parts are already stored."""
     rng = np.random.default_rng(1)
     for _ in range(20):
         tokens, size = int(rng.integers(8, 24)), int(rng.integers(2, 9))
         i, j = np.arange(tokens)[:, None], np.arange(tokens)[None]
         mask = np.broadcast_to(CACHED[kind](i, j, size), (3, tokens, tokens)).copy()
-        # The first part has the prefix or the picture, and a token of every row.
+        # The first part has the whole prefix or picture, and a real token of every row.
         ends = sorted({8, *rng.integers(8, tokens + 1, 2).tolist(), tokens - 1, tokens} - {7})
         for row in mask[1:]:
             missing = int(rng.integers(0, 4 if kind == "picture in a window" else 8))
-            if kind == "chunks":  # they start at the first token
+            if kind == "chunks":  # chunks start at the first real token
                 row[missing:, missing:] = row[: tokens - missing, : tokens - missing].copy()
             row[:, :missing] = False
         kept = np.zeros((3, 0), bool)
@@ -111,7 +111,7 @@ def test_readings_of_parts_show_what_their_masks_show(kind):
             np.testing.assert_array_equal(reading.documents[:, 2], kept.sum(axis=1))
 
 
-def test_what_is_stored_already_is_kept():
+def test_stored_keys_are_kept():
     """A decode step behind a window still has all stored keys; padding is not among them."""
     kept = np.ones((2, 12), bool)
     kept[1, :4] = False
@@ -153,7 +153,7 @@ def test_distances_are_those_of_keys_and_queries():
 
 @pytest.mark.extended
 def test_a_missing_host_is_named():
-    """In a process of its own: this one may have torch."""
+    """This runs in a new process, because this one may have imported torch."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "import jattn.integrations.transformers as t\n"
@@ -167,7 +167,7 @@ def test_a_missing_host_is_named():
 
 
 def test_an_old_host_is_refused(monkeypatch):
-    """By its version, before anything of it is imported; the extra asks for what is taken."""
+    """Its version is checked before anything is imported; the extra requires the oldest one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     oldest = ".".join(map(str, host.OLDEST))

@@ -1,4 +1,4 @@
-"""Sounds in transformers models whose text attends by jattn.
+"""Audio in transformers models whose text runs attention on jattn.
 
 Needs torch and transformers: `pip install '.[conformance]'`, then
 
@@ -13,14 +13,14 @@ import pytest
 
 pytestmark = [
     pytest.mark.transformers,
-    pytest.mark.filterwarnings("ignore"),  # those of torch and transformers are not ours to mend
+    pytest.mark.filterwarnings("ignore"),  # torch's and transformers' warnings are not ours to fix
 ]
 WHY = "needs torch and transformers: pip install '.[conformance]'"
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_gemma4s_own_attention_to_sounds_gets_its_mask(padded):
-    """Its encoder attends by itself, with a mask of numbers, whatever implementation is set."""
+def test_gemma4s_own_audio_attention_gets_its_mask(padded):
+    """Its encoder runs its own attention with an additive mask, whatever implementation is set."""
     torch = pytest.importorskip("torch", reason=WHY)
     transformers = pytest.importorskip("transformers", reason=WHY)
     from tests.tools import transformers_census as census
