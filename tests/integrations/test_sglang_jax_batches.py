@@ -49,7 +49,7 @@ def chains(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory):
-    """The same with DFLASH, whose draft tokens see each other, and keys made of hidden states."""
+    """The same with DFLASH, whose draft tokens see each other and keys made of hidden states."""
     target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
     judge = sglang_drafts.drafted_in_blocks(target, draft)
     return judge, {"page_size": 16, "speculative_draft_model_path": str(draft), **BLOCKS}
@@ -101,7 +101,7 @@ def test_greedy_requests_stay_greedy_among_sampled_ones(qwen3, devices):
 
 
 def test_top_p_is_applied_after_the_temperature(qwen3):
-    """All sampled tokens are within `top_p` at the temperature, and some only then."""
+    """All sampled tokens are within `top_p` at that temperature, and some are not at 1."""
     prompt, temperature, top_p = prompts()[2], 3.0, 0.5
     logits = numpy_model.logits(qwen3.config, qwen3.weights, prompt)[-1]
     kept = {}

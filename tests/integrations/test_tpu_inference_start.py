@@ -74,7 +74,7 @@ def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host,
         ("tpu,cpu", 4, False),
         ("proxy", 0, False),
         ("", 0, True),
-        ("cpu", 4, True),  # other accelerators use the same device files as TPUs
+        ("cpu", 4, True),  # device files of other accelerators are counted as chips
     ],
 )
 def test_hooks_are_for_machines_without_tpus(host, monkeypatch, platforms, chips, hooked):

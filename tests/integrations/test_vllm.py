@@ -167,7 +167,7 @@ ROUNDED = {
     "a torch model": ("qwen3", "vllm", {}, None),
     "windows and soft cap": ("gemma2", "vllm", TIED, {"attn_logit_softcapping": None}),
     "delta nets": ("qwen3_next", "auto", {}, None),
-    # Every token gets all experts: rounding could change a choice, with far larger errors.
+    # Every token gets all experts: otherwise rounding could change its choice, a far larger error.
     "experts, sinks": ("gpt_oss", "auto", {}, {"sliding_window": 200}),
     "latents": ("deepseek_v3", "vllm", BIASED, None),
 }
@@ -331,7 +331,7 @@ def test_fp8_latents_are_read_as_they_were_rounded(checkpoint):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_some_requests_have_an_adapter(checkpoint, devices):
-    """All share a batch. One without an adapter begins like one with it, but its keys differ."""
+    """They share batches. One without an adapter begins like one with it, but its keys differ."""
     plain, merged = (checkpoint("qwen3", vocab_size=128, adapted=x) for x in (False, True))
     asked = [False, True, True, False, False, True]
     environment = {"MODEL_IMPL_TYPE": "vllm", **(TWO_DEVICES if devices == 2 else {})}

@@ -1,4 +1,4 @@
-"""Requests to vLLM on JAX with jattn that are not plain greedy ones, and which are refused.
+"""Requests to vLLM on JAX with jattn other than plain greedy ones: some served, some refused.
 
 Needs what `tests/integrations/test_vllm.py` needs:
 
@@ -65,7 +65,7 @@ def test_embeddings_are_the_judges(checkpoint, implementation):
     assert np.abs(np.subtract(want[0], want[1])).max() > 0.1
 
 
-IGNORED = {  # fields that the host ignores, or worse
+IGNORED = {  # fields that the host ignores, or crashes on
     "logit_bias": {"5": 2.0},
     "min_p": 0.5,
     "presence_penalty": 1.0,

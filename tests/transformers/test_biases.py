@@ -154,7 +154,8 @@ def test_position_biases_and_their_gradients(kind, is_causal, libraries):
     mask = (
         ((j <= i) if is_causal else torch.ones(9, 9, dtype=torch.bool)).expand(2, 1, 9, 9).clone()
     )
-    if is_causal or kind == "relative":  # otherwise some distances would occur only at padding
+    # In the other case the bias of padding queries would not be a function of the distance.
+    if is_causal or kind == "relative":
         mask[0, ..., :2] = False
     table = torch.randn(4, 17, generator=generator, requires_grad=True)
     gradients = []

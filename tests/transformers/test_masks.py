@@ -167,7 +167,7 @@ def test_a_missing_host_is_named():
 
 
 def test_an_old_host_is_refused(monkeypatch):
-    """Its version is checked before anything is imported; the extra requires the oldest one."""
+    """Its version is checked before anything is imported; the extra has the same lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     oldest = ".".join(map(str, host.OLDEST))
