@@ -233,7 +233,7 @@ def explain(
         including `implementation`; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      An `Explanation`, one line per implementation when printed.
+      An `Explanation`; printed, it has one line per implementation, then one per note.
 
     Raises:
       ValueError, TypeError: as `paged_attention` would.
@@ -258,7 +258,7 @@ def explain(
     if narrow and taken == "xla":
         notes.append(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
-            "may convert a whole pool of narrow floats, but never its unsigned words"
+            "may convert a whole pool of narrow floats, but never the words of a KVArray"
         )
     if taken is not None and implementations.BY_NAME[taken].row.untried(call):
         notes.append(f"{taken}: not yet run on hardware")

@@ -142,7 +142,7 @@ class Row:
             if have not in takes:
                 reasons.append(f"{name} is {have}; it takes {', '.join(takes)}")
         reasons += [
-            f"option {option} is not taken" for option in sorted(call.options - {*self.options})
+            f"option {option} is not supported" for option in sorted(call.options - {*self.options})
         ]
         return reasons
 
@@ -156,7 +156,7 @@ class Row:
             what = f"with {', '.join(newer)} " if newer and self.results else ""
             reasons.append(
                 f"it has not yet run {what}on hardware, where a mistake in it could hang; "
-                f"implementation={self.implementation!r} takes it"
+                f"pass implementation={self.implementation!r} to run it anyway"
             )
         return reasons
 

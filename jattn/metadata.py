@@ -342,7 +342,7 @@ class AttentionMetadata:
 
 
 def _integers(problems: checks.Problems, name: str, values: object) -> np.ndarray:
-    """Return `values` as int64 [n]; unless they are int32 integers, note a problem, return none."""
+    """Return `values` as int64 [n]; note a problem and return [0] unless they are n int32 ones."""
     try:
         found = np.asarray(values)
     except ValueError:  # rows of unequal length

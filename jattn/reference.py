@@ -26,7 +26,7 @@ def stored_numbers(
     """Return a cache's numbers before a scale per head, as HND [N, K, S, D] in float64.
 
     This defines the formats a second time, by table and by ml_dtypes. float64 words are the numbers
-    themselves: finite differences of the oracle move numbers by less than formats can hold.
+    themselves, so that finite differences can move them by less than a format can hold.
     """
     words, numbers = np.asarray(cache), None
     if isinstance(format, formats.Int4 | formats.Nvfp4):
@@ -181,7 +181,7 @@ def _one_row(
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """Run the oracle as an implementation: float64 in a host callback, which can be traced."""
+    """Run the oracle as an implementation: float64 in a host callback, so it works under jit."""
 
     def host(operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
         out, lse = attention(call, operands)

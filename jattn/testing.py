@@ -21,8 +21,8 @@ def assert_nothing_pool_sized(
 
     Then pools that are donated and returned are written in place, pools that are only read are
     neither copied nor converted, and temporaries do not grow with them. The check reads XLA's own
-    report (`memory_analysis`) and runs nothing. Choose pools larger than anything the program has
-    good reason to allocate; `jax.ShapeDtypeStruct`s cost nothing.
+    report (`memory_analysis`) and runs nothing. Choose pools larger than all that the program has
+    good reason to allocate together; `jax.ShapeDtypeStruct`s cost nothing.
 
     Args:
       compiled: `jax.jit(f, donate_argnums=...).lower(...).compile()`.

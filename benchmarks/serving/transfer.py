@@ -117,8 +117,8 @@ def line(row: dict) -> str:
 
 def page_table(rows: Iterable[dict]) -> str:
     """Write the table of docs/disaggregation.md: a line for each length."""
-    heads = ["tokens", "KiB a token", "prefill here", "response from there", "fetch", "put"]
-    lines = [[*heads, "fetch and put, of reading"]]
+    heads = ["tokens", "KiB a token", "prefill here", "prefill server's response", "fetch"]
+    lines = [[*heads, "put", "fetch and put, of prefill here"]]
     for row in rows:
         times = (f"{row[f'{name}_ms']:,.0f} ms" for name in ("here", "there", "fetch", "put"))
         each = f"{row['bytes'] / row['tokens'] / 1024:.0f}"

@@ -212,7 +212,7 @@ class Arguments(typing.Generic[A]):
             "sinks": self.sinks is not None and len(sinks) == 1,
             "sinks_per_token": self.sinks is not None and len(sinks) == 2,
             "k_scale": k_scale,
-            # Values that are part of the keys have their scale.
+            # Values that are part of the keys have the keys' scale.
             "v_scale": k_scale if self.values_in_keys else v_scale,
             "return_lse": self.return_lse,
         }

@@ -386,7 +386,7 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
     options = ("sliding_window", "logits_soft_cap", "sinks", "alibi_slopes", *MASK_OPTIONS)
     keys, values = given.key_cache, given.value_cache
     k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
-    v_scale = k_scale  # values that are part of the keys have their scale
+    v_scale = k_scale  # values that are part of the keys have the keys' scale
     if not call.values_in_keys:
         v_scale = cache_checks.per_head_scale(given.v_scale, values, call.num_kv_heads)
     starts = given.query_start_loc

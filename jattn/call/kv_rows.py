@@ -46,7 +46,7 @@ def check_rows(
         and cache.data.dtype == (format.word_dtype if cache.format else format.value_dtype),
         f"{name}.format",
         f"{cache.format} for {checks.describe(cache.data)}",
-        "None for floats, or for words their jattn.Dense or jattn.Fp8 (scale_per='head')",
+        "None for floats; for words, their jattn.Dense or jattn.Fp8 (scale_per='head')",
     )
     if not good:
         return None

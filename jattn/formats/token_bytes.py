@@ -116,7 +116,7 @@ def page_share_bytes(
     *,
     is_mla: bool = False,
 ) -> int:
-    """Return the bytes of a page's smallest share with whole words of keys and values in ratio.
+    """Return the bytes of a page's smallest share of whole words of K and V, in their ratio.
 
     States in pages occupy a whole number of these shares.
     """

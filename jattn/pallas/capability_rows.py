@@ -102,7 +102,7 @@ def _mosaic_prefers_others(call: calls.Call) -> tuple[str, ...]:
 
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
-    summary="Pallas on Mosaic GPU for Hopper; prefill takes the query's dtype or fp8 up to D = 256",
+    summary="Pallas on Mosaic GPU for Hopper; prefill in the query's dtype, in fp8 up to D = 256",
     devices=("gpu",),
     head_dims=capability.Sizes(64, 576, 16, tested=(64, 80, 96, 128, 192, 256, 512, 576)),
     value_dims=capability.Sizes(64, 512, 16, tested=(64, 80, 96, 128, 192, 256, 512)),

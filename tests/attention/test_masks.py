@@ -470,4 +470,4 @@ def test_kernels_that_do_not_claim_a_mask_refuse_it():
     why = jattn.explain(
         batch.query, batch.key_cache, batch.value_cache, implementation="mosaic_gpu", **batch.kwargs
     )
-    assert "option visible_end is not taken" in why.refusals["mosaic_gpu"]
+    assert "option visible_end is not supported" in why.refusals["mosaic_gpu"]

@@ -235,7 +235,7 @@ def unclaimed() -> list:
         for layout in set(formats.ALL_LAYOUTS) - set(row.layouts):
             add(f"kv_layout is {layout}", kv_layout=layout)
         for option in set(calls.OPTIONS) - set(row.options):
-            add(f"option {option} is not taken", options=(option,))
+            add(f"option {option} is not supported", options=(option,))
     return sorted(found, key=lambda param: param.id)
 
 
@@ -265,5 +265,5 @@ def test_a_narrow_row_gives_every_reason():
         "key cache format is float16; it takes float32",
         "value cache format is float16; it takes float32",
         "kv_layout is NHD; it takes HND",
-        *(f"option {option} is not taken" for option in sorted(options)),
+        *(f"option {option} is not supported" for option in sorted(options)),
     ]

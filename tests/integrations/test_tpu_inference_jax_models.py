@@ -42,7 +42,7 @@ REFUSED = {  # changes to a model's settings, and the error
     ),
     "a window": (
         {"sliding_window": 512},
-        f"{TORCH} of Qwen3ForCausalLM has no sliding window, but this model one of 512",
+        f"{TORCH} of Qwen3ForCausalLM has no sliding window, but this model's is 512",
     ),
     "no causal mask": (
         {"is_causal": False},

@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "embeddings in place of tokens": (
         {"architectures": ["Gemma3nForConditionalGeneration"]},
-        "--model: Gemma3nForConditionalGeneration, but must be another one",
+        "--model: Gemma3nForConditionalGeneration, but must be another model",
     ),
     "image features that a model keeps": (
         {

@@ -68,7 +68,7 @@ REFUSED = {  # fields of a request, its engine's settings, and the error
         {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}, {},
         "min_tokens: 3, but must be 0",
     ),
-    "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
+    "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out: the host samples only with"),
     "a grammar with speculative decoding": (
         {"structured_outputs": "a choice"}, DRAFTS,
         "structured_outputs: given (or response_format, or a tool_choice), but must be left out",

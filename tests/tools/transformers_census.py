@@ -402,7 +402,8 @@ def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
         f"Of {len(verdicts)} model types, {counts[RIGHT]} are right, {counts[WRONG]} are wrong,",
         f"{counts[REFUSED]} are refused, {counts[CRASHED]} crash with another error, and",
         f"{counts[NOT_BUILT]} could not be judged, mostly because the census cannot build a small",
-        "one or has no inputs for it, or it does not call transformers' attention interface.",
+        "model of the type or has no inputs for it, or because the model does not call",
+        "transformers' attention interface.",
     ]
     for status, title in kinds.items():
         chosen = sorted((v for v in verdicts if v.status == status), key=lambda v: v.model_type)

@@ -10,8 +10,7 @@ attention backend takes and the user allows), the block grows until a state fits
 
 In mode "none" a sequence has one state. "align" keeps a state per block to resume from, so the
 state block is the attention block. "all" also keeps one per block, at multiples of the kernel's
-chunk.
-`jattn.blocks.planning.plans` has plans that need no such growth.
+chunk. `jattn.blocks.planning.plans` has plans that need no such growth.
 
 Typed arrays cannot share bytes, so this is for caches exchanged with vLLM, and for comparison.
 Source: `Platform.update_block_size_for_backend` of vLLM 0.23 and 0.32.

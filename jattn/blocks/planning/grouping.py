@@ -166,11 +166,13 @@ class LayerGroups:
 def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tuple[LayerSpec, ...]:
     """Return specs whose pages are all as large as the largest.
 
-    A smaller page that divides the largest gets longer blocks. Others, and states, are padded.
+    A smaller page that divides the largest gets longer blocks. Other pages, and those of states,
+    are padded or refused.
 
     Args:
       specs: one per layer.
-      rules: "0.32" and "mixed" pad pages that do not divide the largest; "0.23" refuses them.
+      rules: "0.32" and "mixed" pad pages that do not divide the largest, except MLA's, and smaller
+        pages of states; "0.23" refuses all of these.
 
     Returns: a tuple of specs, one per layer.
     Raises: `ValueError` naming every layer whose page neither divides the largest nor may be

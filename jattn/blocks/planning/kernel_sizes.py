@@ -48,7 +48,7 @@ Backends = Mapping[str, KernelSizes] | Sequence[KernelSizes]
 
 
 def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -> int:
-    """Return the kernel block for a block of `block_size` tokens that every backend takes.
+    """Return the kernel block that every backend takes, for a block of `block_size` tokens.
 
     This is the block itself if all backends take it. Otherwise it is the largest size that some
     backend names exactly, that divides the block and that all backends take.

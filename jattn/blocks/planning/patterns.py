@@ -40,7 +40,7 @@ def exact_group_size(bucket_sizes: Sequence[int], *, max_groups: int = 16) -> in
 
     Args:
       bucket_sizes: the number of layers of each kind.
-      max_groups: the most groups, so block tables, to make; one per kind is always allowed.
+      max_groups: the most groups to make, each with a block table; one per kind is always allowed.
 
     Returns: layers in a group; on a tie the largest.
     Raises: `ValueError` if `bucket_sizes` is empty, or for a size or `max_groups` below 1.

@@ -105,9 +105,10 @@ def put_blocks(
       num_tokens: tokens to write, from the first of `blocks` on. Static. None: all of them.
 
     Returns: the caches.
-    Raises: `ValueError` for formats, dtypes, layouts or heads that differ, for a scale per block
-      between blocks of two sizes, for more or fewer ids than the tokens need, for concrete ids
-      named twice, and for concrete scales per head or cache that differ.
+    Raises: `ValueError` for formats, dtypes or heads that differ, for a layout that is unknown or
+      not that of a `KVArray`, for a scale per block between blocks of two sizes, for more or fewer
+      ids than the tokens need, for concrete ids named twice, and for concrete scales per head or
+      cache that differ.
 
     >>> caches = jnp.arange(8.0).reshape(2, 1, 4, 1)  # two blocks of 4 tokens
     >>> larger = jnp.zeros((3, 1, 8, 1))

@@ -274,7 +274,7 @@ def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
 def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> BlockTables:
     """Keep only the blocks of the first `num_tokens` tokens of each row: a rollback.
 
-    Also free the blocks that the row no longer names (`BlockPool.free`).
+    The caller must also free the blocks that the row no longer names (`BlockPool.free`).
 
     Args:
       tables: the tables.
@@ -300,7 +300,7 @@ def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> B
 
 
 def clear_row(tables: BlockTables, rows: Integers) -> BlockTables:
-    """Empty rows, as when their sequences finish. Free their blocks with `BlockPool.free`.
+    """Empty rows, as when their sequences finish. The caller frees their blocks (`BlockPool.free`).
 
     Args:
       tables: the tables.

@@ -83,6 +83,6 @@ def _check_windows(runner: Any) -> None:
             "--max-total-tokens (--mem-fraction-static)",
             f"room for {found} tokens in layers with windows",
             f"room for more than {needed}, or long prompts never start: "
-            "--swa-full-tokens-ratio and --chunked-prefill-size also set the room, and "
-            "--disable-hybrid-swa-memory lifts the limit",
+            "--swa-full-tokens-ratio also sets the room, a smaller --chunked-prefill-size needs "
+            "less of it, and --disable-hybrid-swa-memory lifts the limit",
         )

@@ -1,6 +1,6 @@
 """Pauses of sglang-jax that keep its requests (`/pause_generation`, `in_place` and `retract`).
 
-If the last step was a prefill, its requests are not in the running batch yet. The host then drops
+If the last step was a prefill, its requests are not in the running batch yet. A pause then drops
 the step's batch and forgets them, and they hang. So jattn delays the pause to the next step, which
 adds them to the running batch.
 """

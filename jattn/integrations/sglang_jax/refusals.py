@@ -18,7 +18,7 @@ FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # the prefill of gated delta nets that needs no TPU
 # Algorithms whose draft tokens a TPU kernel verifies, and one whose layers fail in the host.
 TREES, FAILING = ("EAGLE", "STANDALONE"), "NEXTN"
-# How many tokens before a block of draft tokens (DFLASH) it sees. The block also sees itself.
+# How many tokens before itself a block of draft tokens (DFLASH) sees; it also sees itself.
 PREFIX_WINDOW = "SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW"
 # Whether EAGLE3 makes and verifies draft tokens by TPU kernels (1) instead of XLA.
 RECURRENT = "SGL_JAX_DISABLE_FUSED_EAGLE3_RECURRENT_DRAFT"
@@ -93,8 +93,8 @@ def check_uses(arguments: settings.ServerArguments) -> None:
             not arguments.multimodal,
             "--multimodal",
             "given",
-            "left out, with a model that the host serves without it: the host's stages would run "
-            "without jattn, and an Engine fails the requests",
+            "left out, with a model that the host serves without it: the stages of this mode would "
+            "run without jattn, and an Engine fails the requests",
         )
         problems.require(
             not arguments.enable_mixed_chunk,

@@ -184,7 +184,7 @@ def check(
             params.min_p == 0 or params.top_k == 1,
             "min_p",
             str(params.min_p),
-            "0: the host samples tokens that it excludes",
+            "0: the host samples tokens that min_p excludes",
         )
         problems.require(
             params.sampling_seed is None
@@ -205,7 +205,7 @@ def check(
             seed is None or -(2**31) <= seed < 2**31,
             "sampling_seed (seed)",
             str(seed),
-            "from -2147483648 to 2147483647: the host stores it in 32 bits, and crashes",
+            "from -2147483648 to 2147483647: the host stores it in 32 bits, and crashes on others",
         )
         problems.require(
             params.n == 1 or params.top_k == 1 or not arguments.enable_deterministic_sampling,

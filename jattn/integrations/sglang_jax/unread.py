@@ -68,7 +68,7 @@ def check(problems: checks.Problems, model: settings.ModelConfig) -> None:
     require(
         not quantized or model.quantization_config is not None,
         f"weights quantized by {method}",
-        "one with unquantized weights: the host reads these as if they were",
+        "one with unquantized weights: the host reads these as unquantized",
     )
     require(
         "DeepseekV2ForCausalLM" not in names or hasattr(text, "scoring_func"),

@@ -95,7 +95,7 @@ def _check_sizes(
             value <= INTEGER,
             name,
             str(value)[:40],
-            f"at most {INTEGER}: the host stores it in 32 bits, and crashes",
+            f"at most {INTEGER}: the host stores it in 32 bits, and crashes on more",
         )
     problems.require(
         (params.stream_interval or 0) >= 0,
@@ -108,7 +108,7 @@ def _check_sizes(
         start is None or start >= -1,
         "logprob_start_len",
         str(start),
-        "at least 0, or -1 for none of the prompt: the host crashes",
+        "at least 0, or -1 for none of the prompt: the host crashes on less",
     )
 
 

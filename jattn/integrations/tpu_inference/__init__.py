@@ -62,7 +62,7 @@ def register() -> None:
     """Register `--attention-backend jattn` with vLLM (entry point `vllm.general_plugins`).
 
     vLLM calls it in every process. It does nothing if tpu-inference is not installed (vLLM on
-    torch), and only logs a warning if that version has no backends to register. On a machine
+    torch), and only logs a warning if its version cannot register backends. On a machine
     without TPUs it also calls `enable_cpu`. It sets `VLLM_USE_V2_MODEL_RUNNER` to 0 unless the
     variable is set: with a GPU, vLLM would schedule for a runner that tpu-inference does not have.
     """
@@ -137,7 +137,7 @@ def _vllm_backend() -> type[Any]:
         impl: type[VllmImpl] = VllmImpl
 
         def __init_subclass__(cls) -> None:
-            """Take the kind of layer from the class that vLLM derives and names after it."""
+            """Read the kind of layer from the name of the class that vLLM derives for it."""
             name = cls.__name__.removesuffix(VllmBackend.__name__).strip("_")
             cls.impl = type(VllmImpl.__name__, (VllmImpl,), {"kind": name})
 

@@ -25,7 +25,7 @@ PAIRS = (
     *("DeepSeekMTPModel", "DeepseekV32MTPModel", "Gemma4MTPModel", "Glm5NextMTPModel"),
     *("KimiK3MTPModel", "OpenPanguMTPModel", "Qwen4ExpMTP"),
 )
-ONE_TOKEN = ("MiMoMTPModel", "ErnieMTPModel")  # assert that this is their first step
+ONE_TOKEN = ("MiMoMTPModel", "ErnieMTPModel")  # they assert that each step is their first
 
 
 def enable() -> None:

@@ -75,7 +75,7 @@ def check(problems: checks.Problems, config: VllmConfig) -> None:
     window = model.get_sliding_window()
     require(
         not plain or window is None,
-        f"the host's JAX model of {plain} has no sliding window, but this model one of {window}",
+        f"the host's JAX model of {plain} has no sliding window, but this model's is {window}",
     )
     require(
         not plain or getattr(model.hf_text_config, "is_causal", True),

@@ -137,8 +137,8 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
         not use_mla or block % packing == 0,
         "--block-size",
         str(block),
-        f"a multiple of {packing} ({PACKING}) for a model with MLA layers: the host pads its "
-        "pages to one, but vLLM counts them without the padding",
+        f"a multiple of {packing} ({PACKING}) for a model with MLA layers: the host pads "
+        "pages to such a multiple, but vLLM counts them without the padding",
     )
     transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
     problems.require(
@@ -273,7 +273,7 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         EMBEDDED not in (model.architectures or ()),
         "--model",
         names,
-        "another one: it takes only embeddings, and the host passes it the tokens of a text",
+        "another model: this one takes only embeddings, but the host passes it a text's tokens",
     )
     keeping = ", ".join(name for name in model.architectures or () if name in KEEPING_IMAGES)
     problems.require(
@@ -319,7 +319,7 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
 
 
 def _check_stages(problems: checks.Problems, config: VllmConfig) -> None:
-    """Report pipeline stages for models or features that the host supports in a single stage."""
+    """Report pipeline stages for what the host supports only in a single stage."""
     stages, setting = config.parallel_config.pipeline_parallel_size, "--pipeline-parallel-size"
     problems.require(
         stages == 1 or config.speculative_config is None,
@@ -370,9 +370,9 @@ def _check_adapters(problems: checks.Problems, config: VllmConfig, implementatio
         budget % step == 0,
         "--max-num-batched-tokens",
         str(budget),
-        f"a multiple of {step} ({STEP}) with --enable-lora: the host pads steps to one, but has "
-        "room for adapters of only this many tokens (vLLM lowers the setting to --max-num-seqs "
-        "times --max-model-len)",
+        f"a multiple of {step} ({STEP}) with --enable-lora: the host pads steps to such "
+        "a multiple, but applies adapters to only --max-num-batched-tokens tokens (vLLM lowers the "
+        "setting to --max-num-seqs times --max-model-len)",
     )
     targets, by_variable = adapters.target_modules, os.environ.get("LORA_MODULE_PATH") or None
     problems.require(

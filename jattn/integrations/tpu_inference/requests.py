@@ -110,8 +110,8 @@ def check_inputs(request: EngineRequest, config: VllmConfig, name: str) -> None:
             not kinds or not images.are_seen_by_jax_model(config),
             "multi_modal_data",
             " and ".join(kinds),
-            "of images, or MODEL_IMPL_TYPE=vllm set: the host's JAX model supports no other "
-            "modality, and crashes",
+            "of images, or MODEL_IMPL_TYPE=vllm set: the host's JAX model crashes on other "
+            "modalities",
         )
 
 
@@ -167,7 +167,7 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         params.seed is None or params.temperature < GREEDY,
         "seed",
         str(params.seed),
-        "left out, or --seed of the engine: the host samples only with the engine's seed",
+        "left out: the host samples only with the engine's seed (--seed)",
     )
     problems.expect(
         not params.allowed_token_ids,
@@ -189,8 +189,8 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         value = getattr(params, field)
         problems.require(value == none, field, str(value), f"{none:g}{SET_ELSEWHERE}: {reason}")
     problems.require(
-        # For a request that passes, vLLM would still keep the end of text, which ends nothing then,
-        # out of the first tokens; the host does not.
+        # Even for a request that passes, vLLM would keep the end-of-text token, which ends nothing
+        # there, out of the first min_tokens tokens; the host does not.
         not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
         "min_tokens",
         str(params.min_tokens),

@@ -78,7 +78,7 @@ def relative_bias(bias: torch.Tensor, columns: Columns, has_sinks: bool) -> torc
             break
     if table is None:
         raise jattn.UnsupportedError(
-            f"a bias {list(bias.shape)} is added to logits that depends on more than the "
+            f"the bias {list(bias.shape)} that is added to logits depends on more than the "
             "distance of key and query: jattn's relative_bias is a function of that distance"
         )
     if torch.is_grad_enabled() and full.requires_grad:
@@ -115,7 +115,7 @@ def _check_learning(
     given = torch.autograd.grad(found, leaves, collapsed, **options)
     for leaf, one, other in zip(leaves, wanted, given, strict=True):
         if one is None or other is None:
-            continue  # then both are None, because both are entries of one tensor
+            continue  # then both are None: `full` and `found` are entries of one tensor
         limit = max(ROUNDING.get(x.dtype, 1e-3) for x in (leaf, bias)) * one.abs().max()
         if (one - other).abs().max() > limit:
             if leaf.shape == bias.shape and not isinstance(leaf, torch.nn.Parameter):

@@ -6,9 +6,9 @@ layer in them, writes the new tokens in place and reads the blocks, in one progr
 pools. A decode step copies nothing.
 
 Every batch row has its own place p and owns blocks `p * M` to `(p + 1) * M`. When beams reorder the
-rows and several continue one row, the first keeps its place. The others get the places of rows that
-end, and a copy of the blocks that hold tokens. Padding, which no query sees in the step that brings
-it, is not written, so every row has its own length.
+rows and several continue one row, the first of them gets that row's place. The others get the
+places of rows that end, and a copy of the blocks that hold tokens. Padding, which no query sees in
+the step that brings it, is not written, so every row has its own length.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hold the keys and values for attention, and return stand-ins for all, these last."""
+        """Hold the keys and values for attention; return stand-ins for all so far, these last."""
         rows = key_states.shape[0]
         if not self.is_initialized or (self.length == 0 and rows != self.batch_size):
             self.lazy_initialization(key_states, value_states)
@@ -604,7 +604,7 @@ class _StandIn(torch.Tensor):
     ) -> NoReturn:
         raise jattn.UnsupportedError(
             f"{func} needs the numbers of keys that a PagedCache keeps in jattn's pools: the model "
-            'must have attn_implementation="jattn" and pass it what the cache returns unchanged'
+            'must have attn_implementation="jattn" and pass it, unchanged, what the cache returns'
         )
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from jattn.capability import UnsupportedError
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-# Documents that share a key store it once each: together at most this many times the keys.
+# Each document stores a copy of the keys that it shares: together at most this many times the keys.
 MOST_COPIES = 4
 
 
