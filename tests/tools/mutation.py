@@ -250,8 +250,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--files", nargs="*", default=[], help="parts of paths of source files")
     parser.add_argument("--count", type=int, default=60, help="mutants to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for one mutant's tests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="time limit of one mutant's tests"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     options = parser.parse_args(arguments)
     chosen = [(m, tests) for path, tests in files(options.files).items() for m in mutants(path)]

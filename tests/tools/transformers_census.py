@@ -425,10 +425,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.tools.transformers_census", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--types", help="some of them, with commas; all if not given")
-    parser.add_argument("--seconds", type=float, default=180, help="of a type (%(default)s)")
-    parser.add_argument("--share", type=int, default=12, help="types of a worker (%(default)s)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="results, appended to")
+    parser.add_argument("--types", help="comma-separated model types (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="time limit of a type (%(default)s)"
+    )
+    parser.add_argument(
+        "--share", type=int, default=12, help="types per worker process (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=RESULTS, help="file to append results to"
+    )
     parser.add_argument("--page", action="store_true", help="write the page from the results")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()

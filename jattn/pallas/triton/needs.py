@@ -103,7 +103,7 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
     if call.tree_words > TREE_WORDS:
         reasons.append(
             f"tree_mask has bits for {32 * call.tree_words} query tokens; it takes up to "
-            f"{32 * TREE_WORDS}, and those past them follow each other"
+            f"{32 * TREE_WORDS}; draft tokens past these must form a chain"
         )
     widest = max(call.head_dim, call.value_dim)
     if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:

@@ -49,18 +49,18 @@ struct Buffers {
       at[i] = *buffer;
       here[i] = true;
     }
-    if (next != args.size()) throw Wrong{"operands that `present` does not name"};
+    if (next != args.size()) throw Wrong{"more operands than `present` names"};
   }
   // The data of an operand, `count` numbers of type X; null if it is absent.
   template <class X> const X* data(Operand which, int64_t count) const {
     if (!here[which]) return nullptr;
     if (int64_t(at[which]->element_count()) != count || int64_t(at[which]->size_bytes()) != count * int64_t(sizeof(X)))
-      throw Wrong{"operand " + std::to_string(which) + " has not the size that the others ask for"};
+      throw Wrong{"operand " + std::to_string(which) + " does not have the size that the others imply"};
     return static_cast<const X*>(at[which]->untyped_data());
   }
   int64_t size(Operand which, size_t axis, size_t rank) const {
     if (!here[which] || at[which]->dimensions().size() != rank)
-      throw Wrong{"operand " + std::to_string(which) + " is absent or has another rank"};
+      throw Wrong{"operand " + std::to_string(which) + " is absent or has the wrong rank"};
     return at[which]->dimensions()[axis];
   }
 };
@@ -100,7 +100,7 @@ Cache cache_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, in
   cache.row_bytes = cache.stride = bytes / rows;
   const int64_t number_bytes = bytes_of(cache.format);
   if (bytes % rows || cache.row_bytes * (packed(cache.format) ? 2 : 1) < dim * number_bytes)
-    throw Wrong{"a cache's words are not those of its format"};
+    throw Wrong{"a cache's words do not fit its format"};
   cache.words = static_cast<const char*>(x.at[words]->untyped_data());
   if (width) {  // keys and values side by side
     const int64_t start = key ? 0 : attribute(attributes, "value_start");
@@ -128,7 +128,7 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   p.values_in_keys = !x.here[kValue] && attribute(attributes, "value_start") == 0;
   if (!x.here[kKey] || p.K <= 0 || p.H % p.K || p.N <= 0 || p.S <= 0 || p.stored_heads < p.K || p.D == 0 || p.V <= 0 ||
       (p.values_in_keys && p.V > p.D))
-    throw Wrong{"sizes that do not fit each other"};
+    throw Wrong{"the operands' sizes contradict each other"};
   p.query_type = type_of(x.at[kQuery]->element_type());
   p.query = x.at[kQuery]->untyped_data();
   p.key = cache_of(x, attributes, true, p.D, p);
@@ -168,7 +168,7 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   p.out_type = type_of(out.element_type());
   p.out = out.untyped_data();
   if (int64_t(out.element_count()) != p.T * p.H * p.V || int64_t(lse.element_count()) != p.T * p.H)
-    throw Wrong{"results of another size"};
+    throw Wrong{"a result has the wrong size"};
   p.lse = static_cast<float*>(lse.untyped_data());
   return p;
 }
@@ -234,16 +234,16 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
       }
       ++next;
     }
-    if (next != args.size()) throw Wrong{"operands that `present` does not name"};
+    if (next != args.size()) throw Wrong{"more operands than `present` names"};
     auto data = [&](int which, int64_t bytes) -> void* {
       if (!at[which]) return nullptr;
       if (int64_t(at[which]->size_bytes()) != bytes)
-        throw Wrong{"operand " + std::to_string(which) + " has not the size that the others ask for"};
+        throw Wrong{"operand " + std::to_string(which) + " does not have the size that the others imply"};
       return at[which]->untyped_data();
     };
     auto sizes = [&](int which, size_t rank) {
       if (!at[which] || at[which]->dimensions().size() != rank)
-        throw Wrong{"operand " + std::to_string(which) + " is absent or has another rank"};
+        throw Wrong{"operand " + std::to_string(which) + " is absent or has the wrong rank"};
       return at[which]->dimensions();
     };
     Update u{};
@@ -252,7 +252,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     // A token of KVRows is more than K rows: it counts as one row of a single head.
     if (!at[kPool] || !at[kRows]) throw Wrong{"a pool or its new rows are absent"};
     const bool rows_of_heads = at[kPool]->dimensions().size() == 4;
-    if (!rows_of_heads && (!u.nhd || at[kPool]->dimensions().size() < 3)) throw Wrong{"a pool of another rank"};
+    if (!rows_of_heads && (!u.nhd || at[kPool]->dimensions().size() < 3)) throw Wrong{"a pool has the wrong rank"};
     const auto words = at[kPool]->dimensions();
     u.N = words[0], u.K = rows_of_heads ? words[u.nhd ? 2 : 1] : 1, u.S = words[u.nhd || !rows_of_heads ? 1 : 2];
     const int64_t rows = u.N * u.K * u.S;
@@ -266,7 +266,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
       cache.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
       const auto given = rows_of_heads ? sizes(kRows + i, 3) : at[kRows + i]->dimensions();
       if (given.size() < 2 || given[0] != u.T || (rows_of_heads && given[1] != u.K))
-        throw Wrong{"new rows of another number"};
+        throw Wrong{"the new rows do not match the slots or the heads"};
       cache.dim = 1;
       for (size_t axis = rows_of_heads ? 2 : 1; axis < given.size(); ++axis) cache.dim *= given[axis];
       cache.source = type_of(at[kRows + i]->element_type());
