@@ -1,4 +1,4 @@
-"""Strictness for every test: no silent dtype or rank promotion, and every warning an error."""
+"""Settings and fixtures of all tests: no silent promotion, fast compilation, which tests run."""
 
 import atexit
 import gc
@@ -11,9 +11,9 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
-# inside XLA's thread pool: with one thread per core, two cores are not enough for three of them.
+# inside XLA's thread pool. With one thread per core, two cores would deadlock three warpgroups.
 os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
-# NumPy multiplies small matrices here: threads for them would wait for those of the other worker.
+# NumPy multiplies only small matrices here: its threads would compete with the other worker's.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
@@ -23,10 +23,10 @@ from tests.support import compile_log, rotation, rows
 
 
 def pytest_configure(config):
-    """Compile fast, and no program twice: workers and the processes of tests inherit the settings.
+    """Compile fast, and no program twice. Workers and processes that tests start inherit this.
 
-    Most of the time would go to optimising programs that run once. An `XLA_FLAGS` in the
-    environment is taken as it is: CI sets it empty to test what XLA compiles by default.
+    Otherwise most of the time would go to optimizing programs that run once. If `XLA_FLAGS` is
+    already set, it is kept: CI sets it to an empty string to test what XLA compiles by default.
     """
     flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -34,11 +34,12 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_FLAGS", flags)
     # Traces are large trees that live long: collecting less often saves a tenth of the run.
     gc.set_threshold(200_000, 20, 100)
-    # Programs do not say which Python lines they come from, and at its end a worker collects
-    # what is left once, not twice.
+    # Leave Python line numbers out of compiled programs, and let an exiting worker collect garbage
+    # once, not twice.
     set_jax("jax_traceback_in_locations_limit", 0)
     config.add_cleanup(gc.freeze)
-    if hasattr(config, "workerinput"):  # has reported its results; JAX would free each program
+    # At exit JAX would free every program, but a worker has reported its results by then.
+    if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
     if "COMPILE_LOG" in os.environ:
         compile_log.start(os.environ["COMPILE_LOG"])
@@ -52,21 +53,21 @@ def pytest_configure(config):
 
 
 def set_jax(name, value):
-    """An option of JAX, here and in the processes that tests start."""
+    """Set an option of JAX, here and in the processes that tests start."""
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)
 def strict_promotion():
-    """JAX refuses what it would otherwise promote in silence."""
+    """Make JAX raise where it would otherwise promote dtypes or ranks silently."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
-# Every program that XLA has compiled for the CPU keeps some mappings of memory, of which Linux
-# allows a process 65,530; past them it ends in a segmentation fault. A run of all tests in one
-# process needs more.
+# Every program that XLA compiles for the CPU holds some memory mappings. Linux allows a process
+# 65,530, and XLA crashes with a segmentation fault beyond them. Running all tests in one process
+# would need more.
 MOST_MAPPINGS = 35_000
 MAPPINGS = pathlib.Path("/proc/self/maps")
 tests_begun = itertools.count(1)
@@ -74,7 +75,7 @@ tests_begun = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs():
-    """Forget what earlier tests compiled before there is too much of it."""
+    """Clear JAX's caches before compiled programs hold too many memory mappings."""
     yield
     if next(tests_begun) % 20 == 0 and MAPPINGS.exists():
         with MAPPINGS.open("rb") as lines:
@@ -84,7 +85,7 @@ def few_compiled_programs():
 
 
 def pytest_generate_tests(metafunc):
-    """Tests with `each_row` run once for every implementation that runs here."""
+    """Run tests that use `each_row` once per implementation that runs here."""
     if "each_row" in metafunc.fixturenames:
         metafunc.parametrize(
             "each_row",
@@ -97,10 +98,10 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Tests of the implementation that others are preferred to are left to `-m extended`.
+    """Mark tests of the least preferred implementation `fallback` and `extended`, and order tests.
 
-    `slow` overrides `extended`. Of large samples a share may be asked for: `rotation`. Tests marked
-    `long` come first, so that no worker is left alone with one in the end.
+    `slow` overrides `extended`. A run may ask for a share of large samples (see `rotation`). Tests
+    marked `long` run first, so that none of them keeps a single worker busy at the end.
     """
     for item in items:
         kinds = {mark.name for mark in item.iter_markers()}
@@ -118,14 +119,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def each_row(request):
-    """The automatic implementation, in turn every one that runs here."""
+    """Make each implementation that runs here the automatic choice in turn."""
     with rows.automatic(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="module")
 def each_differentiable_row(each_row):
-    """Those of them through which gradients flow."""
+    """Like `each_row`, for implementations that have gradients."""
     if not each_row.differentiable:
         pytest.skip(f"{each_row.implementation} has no gradients")
     return each_row

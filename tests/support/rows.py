@@ -1,7 +1,7 @@
-"""The implementations that run here: tests of what all of them promise are made from this.
+"""The implementations that run on this machine, for tests of what they all promise.
 
-A test with the fixture `each_row` (tests/conftest.py) runs once per row: a new row joins by being
-there, and none is lost the day another becomes the automatic choice.
+A test with the fixture `each_row` (tests/conftest.py) runs once per row. New rows join by
+themselves, and every row stays tested whichever of them is the automatic choice.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from jattn import capability, implementations
 
 @functools.cache
 def here(*, oracle: bool = False) -> tuple[capability.Row, ...]:
-    """The rows that lack nothing on this machine; `oracle`: the reference too."""
+    """Return the rows that this machine can run, with the reference's if `oracle`."""
     rows = [row for row in implementations.ROWS if not row.missing()]
     return tuple(row for row in rows if oracle or row.implementation != "reference")
 
 
 def fallback() -> str | None:
-    """The last of several implementations that run here."""
+    """Return the least preferred of the implementations that run here; None if only one does."""
     names = [row.implementation for row in here()]
     return names[-1] if len(names) > 1 else None
 
 
 def is_of_fallback(callspec: Any) -> bool:
-    """Whether the parameters of a test say that it is of that implementation.
+    """Whether a test's parameters name the fallback.
 
-    They are `each_row`, or a `case` of tests/support/matrix.py.
+    The parameter is `each_row`, or a `case` of tests/support/matrix.py.
     """
     params = callspec.params if callspec is not None else {}
     row = params.get("each_row", params.get("case"))
@@ -42,7 +42,7 @@ def is_of_fallback(callspec: Any) -> bool:
 
 @contextlib.contextmanager
 def automatic(row: capability.Row) -> Iterator[None]:
-    """`implementation=None` takes `row`; a call that it refuses skips the test and says why."""
+    """Make `implementation=None` mean `row`; a call that it refuses skips the test and says why."""
     names, choose = implementations.names, implementations.choose
 
     def only(implementation):
