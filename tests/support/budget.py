@@ -1,9 +1,9 @@
 """How far from the oracle a result may be: a budget, never a constant.
 
-A plain computation in the call's own precision makes some error against the float64 oracle. A
-kernel may make twice that of the same sequence, plus a few units in the last place: of what it
-returns, and of the float32 logits under every softmax. So the tolerance follows the dtypes, the
-head size, the lengths and the options by itself, and `tests/support/wrong.py` keeps it honest.
+A plain computation in the call's own precision makes some error against the float64 oracle. For
+the same sequence a kernel may make twice that error, plus a few units in the last place of its
+results and of the float32 logits under every softmax. So the tolerance follows from the dtypes, the
+head size, the lengths and the options, and `tests/support/wrong.py` keeps it honest.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ULPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The oracle's answer and, per sequence, how far one may be from it."""
+    """The oracle's result and, per sequence, how far another result may be from it."""
 
     batch: problems.Batch
     exact: tuple[np.ndarray, np.ndarray]  # out, lse of the real tokens, float64
     allowed: tuple[np.ndarray, np.ndarray]  # the same shapes
 
     def violations(self, out: np.ndarray, lse: np.ndarray | None = None) -> list[str]:
-        """Errors outside the budget, one line per sequence and result; rows of padding aside."""
+        """Return errors outside the budget, a line per sequence and result, ignoring padding."""
         found = []
         starts = self.batch.view.starts
         for name, have, exact, allowed in zip(
@@ -66,7 +66,7 @@ class Budget:
 
 
 def plain_dtype(problem: problems.Problem) -> Any:
-    """The dtype plain code would take the dots in: what query and cache promote to."""
+    """The dtype in which plain code would multiply: what query and cache promote to."""
     query = jnp.dtype(problem.query_dtype)
     stored = {problem.format, problem.value_format or problem.format}
     floats = {jnp.dtype(name) for name in stored if name in jattn.Dense.dtypes}
@@ -74,7 +74,7 @@ def plain_dtype(problem: problems.Problem) -> Any:
 
 
 def of(batch: problems.Batch, ulps: int = ULPS) -> Budget:
-    """The budget of a batch; `ulps`: the units in the last place that come on top."""
+    """Return the budget of a batch; it includes `ulps` units in the last place."""
     problem, view = batch.problem, batch.view
     real = view.starts[-1]
     out, lse = (x[:real] for x in batch.oracle())
@@ -99,7 +99,7 @@ def _allowed(
     lse: np.ndarray | None,
     ulps: int,
 ) -> np.ndarray:
-    """The budget of each number; `lse` where they are sums weighted by exponentials."""
+    """Return the budget of each number; pass `lse` if they are softmax-weighted sums."""
     with np.errstate(invalid="ignore"):
         error = np.where(plain == exact, 0.0, np.abs(plain - exact))
     finite = np.where(np.isfinite(exact), exact, 0.0)
@@ -110,7 +110,7 @@ def _allowed(
             top = np.abs(finite[rows]).max()
             unit = _ulp(top)
             if lse is not None:
-                # An ulp of a float32 logit is that much of its weight, relative.
+                # An error of one ulp in a float32 logit is that relative error in its weight.
                 unit = top * _ulp(np.where(np.isfinite(lse[rows]), np.abs(lse[rows]), 0).max())
             allowed[rows] += 2 * error[rows].max() + ulps * unit
     return allowed

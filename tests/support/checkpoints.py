@@ -29,7 +29,7 @@ MIXED, DECODE = Bucket(40, 8, 40), Bucket(8, 8, 1)
 
 
 def some(names: Iterable[str], quick: tuple[str, ...] = (), slow: tuple[str, ...] = ()) -> list:
-    """The names as parameters: those that take long to compile are extended, longest ones slow."""
+    """Return names as parameters, `extended` unless in `quick` or, for the longest, in `slow`."""
     marks = dict.fromkeys(quick, ()) | dict.fromkeys(slow, pytest.mark.slow)
     return [pytest.param(n, marks=marks.get(n, pytest.mark.extended)) for n in names]
 
@@ -50,7 +50,7 @@ def make_engine(
     speculation: Speculation | None = None,
     behind: bool = False,
 ) -> Engine:
-    """An engine whose caches hold NaN wherever nothing was written."""
+    """Build an engine whose caches hold NaN wherever nothing was written."""
     limits = Limits(
         groups=group_layers(model.layers, unified=unified),
         max_seqs=8,
@@ -75,7 +75,7 @@ def make_engine(
 
 
 def poison(array: jax.Array) -> jax.Array:
-    """The same array full of NaN, in words of narrow formats too: all ones is a NaN."""
+    """Fill an array with NaN, in words of narrow formats too, where all ones is a NaN."""
     if not array.ndim:
         return array  # a scale
     floating = jnp.issubdtype(array.dtype, jnp.floating)
@@ -83,7 +83,7 @@ def poison(array: jax.Array) -> jax.Array:
 
 
 def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range(8)):
-    """Tokens and logits of a reference's prompts, one arriving every second step."""
+    """Serve a reference's prompts, one new every second step; return tokens and logit errors."""
     waiting, sequences, num_mixed = list(rows), [], 0
     while waiting or engine.has_work:
         if waiting and engine.statistics.num_steps >= 2 * len(sequences):
@@ -96,7 +96,7 @@ def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range
         num_mixed += 1 in pending and len(pending) > 1
         engine.step()
     engine.check_idle()
-    assert num_mixed >= 2 or len(rows) < 8, "decodes and chunks of prompts never met"
+    assert num_mixed >= 2 or len(rows) < 8, "no step had both decodes and chunks of prompts"
     tokens = np.array([s.chosen for s in sequences])
     logits = np.stack([np.stack(s.logits) for s in sequences]).astype(np.float64)
     error = np.abs(logits - wanted["logits"][list(rows), :num_new])
@@ -105,7 +105,7 @@ def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range
 
 
 class HalfRight:
-    """Guesses a reference's tokens, about half of them changed."""
+    """Guesses a reference's tokens, with about half of them changed."""
 
     is_cheap = True
 
@@ -125,7 +125,7 @@ class HalfRight:
 
 
 def rewrite(name: str, target: Path, change) -> Path:
-    """A copy of a checkpoint with its tensors under other names, in two shards."""
+    """Copy a checkpoint, with its tensors renamed by `change` and in two shards."""
     target.mkdir()
     tensors = change(safetensors.load_file(CHECKPOINTS / name / "model.safetensors"))
     names = sorted(tensors)
@@ -140,7 +140,7 @@ def rewrite(name: str, target: Path, change) -> Path:
 
 
 def one_file_entry_per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As published checkpoints of Qwen3-Next have it."""
+    """Split experts into one tensor each, as in published checkpoints of Qwen3-Next."""
     found = {}
     for name, x in tensors.items():
         path = name.rsplit(".", 1)[0]

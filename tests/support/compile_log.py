@@ -3,10 +3,10 @@
     COMPILE_LOG=log.jsonl pytest -n 2 --dist worksteal
     python -m tests.support.compile_log log.jsonl
 
-Two tests that differ in numbers only should share a program, with the numbers as its arguments. So
-the report lists programs that were compiled again (the same module: a cache should have had it) and
-groups of programs that are equal but for the constants in them. Seconds are of the process on all
-cores, so that other processes do not disturb them.
+Tests that differ only in numbers should share a program and pass the numbers as arguments. So the
+report lists programs that were compiled again (the same module: a cache should have had it) and
+groups of programs that are equal except for their constants. Seconds are CPU time of the process on
+all cores, so other processes do not disturb them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import jax
 from jax._src import compiler
 
-# Constants of a module, and the numbers that custom calls carry.
+# Constants of a module, and numbers in the attributes of custom calls.
 CONSTANTS = re.compile(r"dense<[^>]*>|(?<== )-?[0-9][0-9.e+-]*(?= : )")
 
 
@@ -63,7 +63,7 @@ def start(path: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One compilation: `module` says whether two are the same, `shape` whether but for numbers."""
+    """One compilation: equal programs share `module`, those equal but for numbers `shape`."""
 
     test: str
     name: str
@@ -79,7 +79,7 @@ def digest(text: str) -> str:
 
 
 def repeated(programs: list[Program]) -> list[Program]:
-    """Those compiled before, with no cache that had them."""
+    """Return compilations of a program that was compiled before and found in no cache."""
     seen = set()
     found = []
     for program in programs:
@@ -90,7 +90,7 @@ def repeated(programs: list[Program]) -> list[Program]:
 
 
 def equal_but_for_constants(programs: list[Program]) -> list[list[Program]]:
-    """Groups of different programs that differ in constants only, the dearest first."""
+    """Return groups of programs that differ only in constants, the most expensive first."""
     groups = collections.defaultdict(dict)
     for program in programs:
         if not program.cached:
@@ -100,7 +100,7 @@ def equal_but_for_constants(programs: list[Program]) -> list[list[Program]]:
 
 
 def spent(group: list[Program]) -> float:
-    """Seconds that one program instead of a group would have saved."""
+    """Seconds that one program for the whole group would have saved."""
     return sum(program.seconds for program in group[1:])
 
 
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("log")
     parser.add_argument("--most", type=int, default=20, help="groups to print")
     parser.add_argument(
-        "--limit", type=float, default=100.0, help="fail if groups cost more %% of all seconds"
+        "--limit", type=float, default=100.0, help="fail if groups take more than this %% of all seconds"
     )
     options = parser.parse_args(argv)
     with open(options.log) as log:

@@ -16,7 +16,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def compilations(at_most: int | None = None, at_least: int = 0):
-    """Count XLA compilations, of anything at all, in a block."""
+    """Check how many programs of any kind XLA compiles in a `with` block."""
     before = len(_compiled)
     yield
     count = len(_compiled) - before

@@ -14,16 +14,16 @@ def pairwise(
     wanted: Callable[[str, Any, str, Any], bool],
     possible: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
-    """Cases, each a level for every factor, such that every wanted pair of levels is in one.
+    """Return cases, each with a level of every factor, that cover every wanted pair of levels.
 
     Greedy: the first pair not yet covered starts a case, whose other factors take the level that
     covers most pairs, ties going to the level used least. The same factors give the same cases.
 
     Args:
       factors: levels by factor name, hashable.
-      wanted: whether `(factor, level)` and another of a different factor, in the order of
-        `factors`, must meet in some case.
-      possible: whether levels may meet at all, asked of cases that are not yet complete.
+      wanted: called with two factors, in the order of `factors`, and a level of each; whether
+        some case must have both levels.
+      possible: whether levels may meet at all; called with cases that are not yet complete.
     """
     names = list(factors)
     left = {

@@ -1,8 +1,8 @@
-"""Plain dense attention in NumPy, written apart from `jattn.spec` and `jattn.reference`.
+"""Plain dense attention in NumPy, written independently of `jattn.spec` and `jattn.reference`.
 
-It is three things: in float64 an independent check of the oracle; in the call's own dtypes the
-"plain computation" whose error is the tests' budget; and, with a field of its `View` changed, a
-wrong kernel.
+It has three uses: in float64 it checks the oracle; in the call's own dtypes it is the "plain
+computation" whose error is the tests' budget; and with a field of its `View` changed it is a wrong
+kernel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class View:
     `query` [T, H, D]; `sinks` [H] or [T, H]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as
     stored, before scales; `kv_heads` [H] says which KV head a query head reads. `ahead` moves the
     causal edge, `drop` hides one visible key of every row, "newest" or "oldest", and `keep_dims`
-    cuts D: right computations leave them alone.
+    cuts D: only wrong kernels set these three.
 
     `chunk`: keys a chunk holds. Per sequence, of n query tokens and m keys: `ends[b]` [n], where a
     query's image ends; `parents[b]` [n], the query token before each in a tree, -1 for none;
-    `selected[b]` bool [m], keys in selected blocks. `bias` [H, 2 E + 1]. `at_depth` False leaves a
-    tree's tokens at their places.
+    `selected[b]` bool [m], keys in selected blocks. `bias` [H, 2 E + 1]. If `at_depth` is False, a
+    tree's tokens keep their positions in the row.
     """
 
     query: np.ndarray
@@ -59,12 +59,12 @@ class View:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences of the batch, padding not counted."""
+        """Sequences of the batch, without padding."""
         return len(self.keys)
 
 
 def paths(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(bool [n, n], int [n])`: the tokens on each one's path from the root, and its depth."""
+    """Return `(bool [n, n], int [n])`: which tokens are on each one's path, and its depth."""
     n = len(parents)
     on_path, depth = np.zeros((n, n), bool), np.zeros(n, int)
     for i, parent in enumerate(parents):
@@ -75,7 +75,7 @@ def paths(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def positions(view: View, b: int) -> tuple[np.ndarray, np.ndarray]:
-    """`(query [n, 1], key [1, len])`: true positions of sequence b's queries and keys."""
+    """Return `(query [n, 1], key [1, len])`: true positions of sequence b's queries and keys."""
     num_keys = len(view.keys[b])
     num_queries = int(view.starts[b + 1] - view.starts[b])
     key = np.arange(num_keys)
@@ -115,10 +115,10 @@ def visible(view: View, b: int) -> np.ndarray:
 
 
 def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
-    """`(out [T, H, V], lse [T, H])` with the dots' operands in `dtype`.
+    """Return `(out [T, H, V], lse [T, H])`, with operands of products in `dtype`.
 
-    float64 computes everything in float64. Any other dtype is what plain code does: dots of
-    operands in that dtype accumulated in float32, softmax in float32, weights rounded to the dtype.
+    With float64 everything is float64. Any other dtype computes as plain code does: products of
+    that dtype accumulate in float32, softmax is float32, and weights are rounded to the dtype.
     """
     wide = np.float64 if dtype == np.float64 else np.float32
 
@@ -130,8 +130,8 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
     lse = np.full((tokens, heads), -np.inf, wide)
     k_scale = number(view.k_scale)[view.kv_heads]
     v_scale = number(view.v_scale)[view.kv_heads]
-    # One accumulator per sum, in turn, as a plain loop has it: a library's matrix product keeps
-    # several, and is more exact than anybody may ask for.
+    # One accumulator per sum, as in a plain loop. A library's matrix product keeps several, which
+    # is more exact than a kernel must be.
     multiply = np.matmul if wide == np.float64 else _multiply_in_turn
     exp, tanh = (np.exp, np.tanh) if wide == np.float64 else (_exp, _tanh)
     for b in range(view.num_seqs):
@@ -191,7 +191,7 @@ PART = 2**14
 
 
 def _elementwise(function: Any) -> Any:
-    """JAX's float32 `function` on NumPy arrays: its rounding is what anybody's code would have."""
+    """Apply JAX's float32 `function` to NumPy arrays, so that it rounds as usual JAX code does."""
     compiled = jax.jit(function)
 
     def apply(x: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ _exp, _tanh = _elementwise(jnp.exp), _elementwise(jnp.tanh)
 
 
 def _multiply_in_turn(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`a @ b` with one float32 accumulator per element, term after term."""
+    """Compute `a @ b` with one float32 accumulator per element, term by term."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     term = np.empty_like(total)
     for x, y in zip(np.ascontiguousarray(a.T), np.ascontiguousarray(b), strict=True):

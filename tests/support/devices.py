@@ -1,4 +1,4 @@
-"""Code for a process with eight devices: models over a mesh of them, and what programs send."""
+"""Code that runs in a process with eight devices: models over a mesh, and their collectives."""
 
 from tests.support import processes
 
@@ -10,7 +10,7 @@ from examples.engine.model import load_model
 from tests.support import checkpoints
 
 def collectives(program):
-    # XLA may join what is sent at the same time: its result is then a tuple.
+    # XLA may combine collectives that run at the same time: their result is then a tuple.
     found = re.findall(r"= (\\(.*?\\)|\\S+) ([a-z-]+?)(?:-start)?\\(", program.as_text())
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter",
              "collective-broadcast", "ragged-all-to-all", "send", "recv")
@@ -31,5 +31,5 @@ def check_tokens(name, axes, num_new=6, **options):
 
 
 def on_eight_devices(code: str) -> str:
-    """Run `code` where there are eight devices; what it printed."""
+    """Run `code` in a process with eight devices and return what it printed."""
     return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="8")

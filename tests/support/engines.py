@@ -1,4 +1,4 @@
-"""Engines of the tiny model, random traffic for them, and what they must have in common."""
+"""Engines of the tiny model, random traffic for them, and checks that all of them must pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.tiny_model import tiny_model
 
 MAX_SEQS, BUDGET, BLOCK, MAX_LEN = 4, 12, 4, 60
 SCARCE = {False: {"sliding": 7, "global": 17, "state": 5}, True: {PAGES: 30}}
-# How caches lie in pools. CI runs all tests with both, the default run those that are quick.
+# How caches lie in pools. CI runs all tests with both layouts, the default run the quick ones.
 LAYOUTS = ("two-pools", pytest.param("unified", marks=pytest.mark.extended))
 
 
@@ -44,10 +44,10 @@ def build(
     speculation: Speculation | None = None,
     **options,
 ) -> Engine:
-    """An engine with one shape of steps for prompts, which keeps logits and checks its steps.
+    """Build an engine with one step shape for prompts, which keeps logits and checks its steps.
 
-    `sizes` are arguments of `limits`. The same arguments compile the same programs: once, for all
-    files that give them.
+    `sizes` are arguments of `limits`. The same arguments need the same programs, so test files that
+    share arguments compile them only once.
     """
     bounds = limits(model, unified=unified, **(sizes or {}))
     drafts = {}
@@ -59,9 +59,9 @@ def build(
 
 
 def restart(engine: Engine, **changes) -> Engine:
-    """The compiled engine with nothing in it: NaN in every cache, and a scheduler of its own.
+    """Empty a compiled engine: every cache holds NaN, and the scheduler is new.
 
-    `changes` are of its limits; fewer blocks than the arrays have compile nothing.
+    `changes` change its limits; fewer blocks than the arrays have compile nothing.
     """
 
     def poison(array: jax.Array) -> jax.Array:
@@ -74,9 +74,9 @@ def restart(engine: Engine, **changes) -> Engine:
 
 
 def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
-    """Requests of which many begin alike, greedy and drawn, long and short."""
+    """Draw requests, greedy and sampled, long and short; many share a prefix."""
     shared = rng.integers(0, 256, size=(3, 24))
-    shared[1, BLOCK:] = shared[0, BLOCK:]  # the same blocks after another one
+    shared[1, BLOCK:] = shared[0, BLOCK:]  # the same blocks after a different one
     shared = shared.tolist()
     requests = []
     for _ in range(count):
@@ -97,7 +97,7 @@ def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
 
 
 def held_by_running(engine: Engine, pool) -> list[int]:
-    """Every id of a pool that a running sequence says it holds, as often as it does."""
+    """Return the ids of a pool that running sequences hold, once per holder."""
     ids = []
     for sequence in engine.scheduler.running:
         for table in sequence.tables.values():
@@ -108,7 +108,7 @@ def held_by_running(engine: Engine, pool) -> list[int]:
 
 
 def serve_at_random(engine: Engine, requests: list[Request], rng) -> list[Sequence]:
-    """Serve requests that come and go at random steps, looking at the books after each."""
+    """Serve requests that come and go at random steps, and check the pools after each step."""
     sequences, coming = [], list(requests)
     while coming or engine.has_work:
         while coming and rng.random() < 0.4:
@@ -130,7 +130,7 @@ def serve_at_random(engine: Engine, requests: list[Request], rng) -> list[Sequen
 
 
 def compare_with_separate_runs(engine: Engine, sequences: list[Sequence]) -> None:
-    """Every request alone, with no prefix to reuse: the same tokens."""
+    """Check that every request has the same tokens when it runs alone and reuses no prefix."""
     restart(engine, prefix_caching=False)
     for sequence in sequences:
         (alone,) = engine.generate([sequence.request])

@@ -1,4 +1,4 @@
-"""What files of tests need beyond the core; where it is missing, the file is skipped."""
+"""Optional packages that test files need; a file is skipped if one is missing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 
 def serve(*more: str) -> types.ModuleType:
-    """httpx, for a file that needs it, `more` and what else the server is made of.
+    """Return httpx; skip the test file if it, `more` or a package of the server is missing.
 
-    It is called before the file imports the server.
+    Call it before the file imports the server.
     """
-    __tracebackhide__ = True  # it is the file that is said to be skipped
+    __tracebackhide__ = True  # so that pytest reports the file as skipped, not this line
     for name in ("uvicorn", "starlette", *more):
         pytest.importorskip(name, reason="the server's tests need the serve extra")
     return pytest.importorskip("httpx", reason="the server's tests need the serve extra")

@@ -1,7 +1,7 @@
 """Small random models of many families, as transformers describes them.
 
-Each family is here for what its attention does; what it adds to `COMMON` makes that bite:
-windows shorter than the text, groups that are no power of two, odd head sizes.
+Each family is here because of a feature of its attention. Its settings on top of `COMMON` make that
+feature matter: windows shorter than the text, groups that are no power of two, odd head sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LATENT = {  # multi-head latent attention, written out: queries and keys are lar
     "v_head_dim": 24,
     "num_key_value_heads": 4,
 }
-EXPERTS = {  # every expert sees every token, or rounding would choose between them
+EXPERTS = {  # every token goes to every expert: otherwise rounding would choose between them
     "n_routed_experts": 2,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -47,7 +47,7 @@ class Family:
     """A model type and a configuration of it."""
 
     model_type: str
-    features: str  # what its attention does, in words
+    features: str  # what its attention does, for readers
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()  # keys of COMMON that it does not have
 

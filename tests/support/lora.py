@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT writes them, the models they make when merged, and engines."""
+"""Random LoRA adapters as PEFT writes them, models with merged adapters, and engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINEARS = {f"layers.0.{name}": (Parameter((6, 8)),) * 2 for name in ("q_proj", "
 
 
 def small_model() -> Model:
-    """One of two linear layers, with which nothing is computed."""
+    """A model of two linear layers, which never computes anything."""
     return dataclasses.replace(tiny_model(), linears=LINEARS)
 
 
@@ -84,7 +84,7 @@ def write_adapter(
 
 
 def merged(model: Model, directory: Path) -> Model:
-    """The model whose weights have an adapter's products added."""
+    """Return the model with an adapter merged into its weights."""
     lora = read_lora(directory, model.linears, model.unused)
     flat = dict(nnx.to_flat_state(model.params))
     for path, variable in flat.items():
@@ -97,7 +97,7 @@ def merged(model: Model, directory: Path) -> Model:
 
 
 def build(model: Model, speculation: Speculation | None = None, **loras) -> Engine:
-    """An engine of eight sequences with adapters, by their names."""
+    """Build an engine for eight sequences with adapters, given by name."""
     limits = Limits(group_layers(model.layers), 8, 40, 8, 96, adapters=ROOM)
     drafted = speculation and Bucket(40, 8, 1 + speculation.num_drafts, speculation.num_drafts)
     return Engine(
@@ -112,7 +112,7 @@ def build(model: Model, speculation: Speculation | None = None, **loras) -> Engi
 
 
 def restart(engine: Engine, *, base: Model | None = None, **changes) -> None:
-    """Empty the caches; `base` has other weights, of the same shapes."""
+    """Empty the caches, and switch to the weights of `base`, which have the same shapes."""
     engine.reset(**changes)
     if base is not None:
         engine.adapters._base = base
@@ -120,20 +120,20 @@ def restart(engine: Engine, *, base: Model | None = None, **changes) -> None:
 
 
 def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Prompts that begin alike."""
+    """Prompts that share a prefix."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 256, size=17).tolist()
     return [(*shared, *rng.integers(0, 256, size=int(n)).tolist()) for n in range(3, 3 + count)]
 
 
 def run(engine: Engine, prompt, name: str | None, new: int = 12, **options):
-    """The sequence that goes on with a prompt, with the adapter of this name."""
+    """Generate from a prompt with the adapter of this name, and return the sequence."""
     adapter = None if name is None else engine.adapters[name]
     return engine.generate([Request(prompt, new, adapter=adapter, **options)])[0]
 
 
 def two_adapters(model: Model, folder: Path) -> dict[str, Path]:
-    """One of every linear layer and one of some, of several ranks and scales."""
+    """Write two adapters, for all linear layers and for some, of several ranks and scales."""
     patterns = {"alpha_pattern": {"o_proj": 9, ".*mlp.*": 7}}
     rslora = {"use_rslora": True, "lora_alpha": 3}
     some = "(q_proj|q_b_proj|v_proj|o_proj|out_proj)"

@@ -29,14 +29,14 @@ OPTION_NAMES = {
     "sinks_per_token": "tokensinks",
     "value_dim": "mla",
 }
-# Options that go together and all show: the window is shorter than a chunk would be.
+# Options that go together and all have an effect: the window is shorter than a chunk would be.
 EVERYTHING = set(calls.CORE_OPTIONS) - {"not_causal"}
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
 MASKS = {*calls.MASK_OPTIONS, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
 SCALED = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
 SCALED += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")
-PACKED = ("int4_zero", "nvfp4", "fp8_e4m3_block")  # those of them that MLA meets
+PACKED = ("int4_zero", "nvfp4", "fp8_e4m3_block")  # of SCALED, what MLA meets
 FEW = {  # what the formats in SCALED meet
     "head": ((512, 512), (80, 80), (192, 128)),
     "block_size": (1, 16, 48),
@@ -44,13 +44,13 @@ FEW = {  # what the formats in SCALED meet
     "query_dtype": ("float32", "bfloat16"),
 }
 FULL_SIZE = 512  # the head size that meets every level of every other factor
-# Masks know nothing of how numbers are stored, and little of blocks: these are what they meet.
+# Masks do not depend on how numbers are stored, and hardly on blocks, so they meet only these.
 MASKS_MEET = {
     "head": ((FULL_SIZE, FULL_SIZE),),
     "block_size": (16,),
     "kind": ("mixed", "decode"),
 }
-# Likewise, options that change logits need not meet every format: one code reads all of them.
+# Likewise, options that change logits need not meet every format: the same code handles them all.
 LOGITS = {
     *("not_causal", "is_causal_per_sequence", "logits_soft_cap", "sinks", "alibi_slopes"),
     "return_lse",
@@ -99,8 +99,8 @@ class Case:
         seed = zlib.crc32(self.id.encode())
         options = set(self.option)
         if self.query_dtype != "float32":
-            # An output rounded to 16 bits may hide a scale that is off by a percent; the lse, which
-            # is float32, does not.
+            # An output rounded to 16 bits may hide a scale that is off by a percent; the float32
+            # lse does not.
             options.add("return_lse")
         return problems.Problem(
             query_lens=query_lens,
@@ -117,8 +117,8 @@ class Case:
             row_step=64 if self.implementation == "mosaic_gpu" else 1,
             options=frozenset(options),
             ragged=ragged,
-            # Some windows end within a block, some reach over several. Where few rows see past the
-            # longer one, the key at its edge may weigh too little to show.
+            # Some windows end within a block, others span several. The longer one is used only if
+            # enough rows see past it: in a few, the key at its edge may weigh too little to show.
             window=11 if seed % 2 or not ragged or sum(n > 45 for n in seq_lens) < 2 else 45,
             explicit_scale=seed % 3 == 0,
             seed=seed,
@@ -126,13 +126,13 @@ class Case:
 
 
 def head_name(head: tuple[int, int]) -> str:
-    """The word for D and V in an id."""
+    """Return the word for D and V in an id."""
     d, v = head
     return f"head{d}" if d == v else f"head{d}v{v}"
 
 
 def option_name(option: tuple[str, ...]) -> str:
-    """The option's word in an id."""
+    """Return the option's word in an id."""
     if not option:
         return "causal"
     if len(option) == 1:
@@ -160,7 +160,7 @@ def factors(row: capability.Row) -> dict[str, list]:
 
 
 def possible(case: dict) -> bool:
-    """Whether a format can hold these head sizes, a plain array this format, a layout both."""
+    """Whether the format can hold these head sizes, and the storage and layout this format."""
     format = problems.FORMATS[case.get("format", "float32")]
     if any(dim % format.dim_multiple for dim in case.get("head", ())):
         return False
@@ -174,9 +174,10 @@ def possible(case: dict) -> bool:
 
 @functools.cache
 def sample(row: capability.Row) -> tuple[Case, ...]:
-    """A few cases of `default` with every level, at `FULL_SIZE` too, and values that begin keys.
+    """Return a few cases of `default` that hold every level, and every level at `FULL_SIZE`.
 
-    Prefers decode-only cases, which take half the time of those mixed with prefill.
+    One has values that are the first numbers of longer keys. Decode-only cases are preferred: they
+    take half as long as mixed ones.
     """
     names, chosen = tuple(factors(row)), []
 
@@ -203,21 +204,21 @@ def sample(row: capability.Row) -> tuple[Case, ...]:
 
 @functools.cache
 def default(row: capability.Row) -> tuple[Case, ...]:
-    """The cases of CI, and of `-m slow` where they take long.
+    """Return the cases of CI, and of `-m slow` where they take long.
 
-    Pairwise, but for head size x block size, x option and x group, which meet where the head size
-    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with
-    more than words to read meet a few levels of what has nothing to do with reading: they differ
-    from the others in nothing else. A row for any device is one code for all head sizes: there
-    formats meet those of `FEW`, options that change logits meet what `LOGITS_MEET` says, and the
-    slow sweep has the others.
+    They cover all pairs of levels, with these exceptions. Head size x block size, x option and
+    x group meet only at head size 512. Group x block size and group x option never have to meet.
+    Masks meet what `MASKS_MEET` says. Formats with scales differ from the others only in how they
+    are read, so they meet few levels of anything else (`FEW`). A row for any device runs the same
+    code for all head sizes: there formats meet only the head sizes of `FEW`, and options that
+    change logits what `LOGITS_MEET` says. The slow sweep has the other cases.
     """
     one_code = row.devices == ("any",)
 
     def wanted(a: str, x, b: str, y) -> bool:
         option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
         if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
-            # How values lie in keys does depend on both, and on their sizes.
+            # Values inside keys do depend on the format, the blocks and both sizes.
             if option != ("value_dim",):
                 return False
             stored = other == "format" and (level not in SCALED or level in PACKED)
@@ -238,9 +239,10 @@ def default(row: capability.Row) -> tuple[Case, ...]:
 
 
 def thorough(row: capability.Row) -> list[Case]:
-    """For every head size a pairwise design of all other factors: every triple with a head size.
+    """Return a pairwise design of all other factors for every head size.
 
-    (The full product of a row's claims has more than a million cases.)
+    It covers every triple that includes a head size. (The full product of a row's claims has more
+    than a million cases.)
     """
     levels = factors(row)
     heads = levels.pop("head")

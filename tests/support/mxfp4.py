@@ -1,4 +1,4 @@
-"""Checkpoints of GPT-OSS whose experts are in MXFP4, the format in which OpenAI stores them."""
+"""GPT-OSS checkpoints with experts in MXFP4, the format in which OpenAI publishes them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ QUANTIZED = ("gate_up_proj", "down_proj")
 def round_experts(model: Any) -> dict[str, Any]:
     """Round a torch model's experts to MXFP4, in place.
 
-    The largest number of each block becomes 6 times its scale: quantized a second time, with a
-    scale made from that number, the block stays the same.
+    The largest number of each block becomes 6 times its scale. So quantizing the block again, with
+    a scale made from that number, changes nothing.
 
-    Returns: tensors of uint8 by the checkpoint's names, `..._blocks` and `..._scales`.
+    Returns: uint8 tensors under the checkpoint's names, `..._blocks` and `..._scales`.
     """
     import torch
 
@@ -42,7 +42,7 @@ def round_experts(model: Any) -> dict[str, Any]:
 
 
 def replace(folder: str, packed: dict[str, Any]) -> None:
-    """Put packed experts into the checkpoint that transformers has saved in `folder`."""
+    """Put packed experts into the checkpoint that transformers saved in `folder`."""
     from safetensors.torch import load_file, save_file
 
     path = pathlib.Path(folder)

@@ -1,8 +1,8 @@
 """Models with linear attention or sinks in NumPy: float64, and without a cache.
 
-`numpy_model` has the plain ones. Those that transformers 5.24 has too (Qwen3.5, Kimi-Linear and
-MiMo-V2-Flash) differ from it in float64 by less than 1e-5. A forward pass names each weight and its
-shape where it uses it, and makes it on first use.
+`numpy_model` has the plain ones. The models that transformers 5.24 has too (Qwen3.5, Kimi-Linear
+and MiMo-V2-Flash) differ from it in float64 by less than 1e-5. A forward pass names each weight and
+its shape where it uses it, and creates it on first use.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ BAILING = {
     "num_key_value_heads": 4,
     "rope_theta": 10000.0,
 }
-# A checkpoint of MiMo-V2-Flash brings the class of its configuration, which this one does without.
+# Published checkpoints of MiMo-V2-Flash bring their own configuration class; this one needs none.
 MIMO = {
     **COMMON,
     "architectures": ["MiMoV2FlashForCausalLM"],
@@ -114,7 +114,7 @@ MIMO = {
 
 @dataclasses.dataclass
 class Model:
-    """A configuration, and its weights as far as they have been used."""
+    """A configuration, and the weights used so far."""
 
     config: dict[str, Any]
     weights: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -125,7 +125,7 @@ class Model:
         return self.config.get("text_config", self.config)
 
     def weight(self, name: str, *shape: int, low: float | None = None) -> np.ndarray:
-        """A weight in float64; normal for a product, or uniform in [low, low + 1)."""
+        """Return a weight in float64: normal, or uniform in [low, low + 1) if `low` is given."""
         if name not in self.weights:
             made = self.rng.normal(size=shape) / shape[-1] ** 0.5
             if low is not None:
@@ -147,7 +147,7 @@ class Model:
         (folder / "config.json").write_text(json.dumps(self.config))
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """Logits [T, vocabulary] after every token."""
+        """Return logits [T, vocabulary] after every token."""
         mixer, body, embedding = MIXERS[self.config["architectures"][0]]
         plus_one = mixer is qwen3_5
         text = self.text
@@ -161,7 +161,7 @@ class Model:
         return self.product(self.norm(x, f"{body}.norm", plus_one), "lm_head", text["vocab_size"])
 
     def greedy(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        """The `count` likeliest tokens, one after another, and their log probabilities."""
+        """Generate `count` tokens greedily; return them and their log probabilities."""
         tokens, found = list(prompt), []
         for _ in range(count):
             last = self.logits(tokens)[-1]
@@ -179,14 +179,14 @@ class Model:
         return self.product(silu(gate) * up, f"{name}.down_proj", x.shape[-1])
 
     def convolved(self, x: np.ndarray, name: str, width: int) -> np.ndarray:
-        """Each channel convolved with its own weights over the tokens so far."""
+        """Convolve each channel with its own weights over the tokens so far."""
         weight = self.weight(f"{name}.weight", x.shape[-1], 1, width)[:, 0]
         padded = np.pad(x, ((width - 1, 0), (0, 0)))
         return silu(sum(padded[i : i + len(x)] * weight[:, i] for i in range(width)))
 
 
 def logprobs(model: Model, tokens: list[int]) -> list[float]:
-    """Of every token but the first, after those before it."""
+    """Return log probabilities of every token but the first, given those before it."""
     found = model.logits(tokens[:-1])
     found = found - np.log(np.exp(found).sum(-1, keepdims=True))
     return [float(row[token]) for row, token in zip(found, tokens[1:], strict=True)]
@@ -220,7 +220,7 @@ def attention(
     window: int | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[T, H, V] from q [T, H, D], k [T, K, D] and v [T, K, V]."""
+    """Compute [T, H, V] from q [T, H, D], k [T, K, D] and v [T, K, V]."""
     heads = q.shape[1]
     k, v = (np.repeat(rows, heads // rows.shape[1], axis=1) for rows in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -240,7 +240,9 @@ def recurrence(
     decay: np.ndarray,
     beta: np.ndarray | None,
 ) -> np.ndarray:
-    """[T, H, V]: a state per head that decays and takes in keys and values; with `beta`, corrected.
+    """Compute [T, H, V] with a state per head that decays and accumulates keys and values.
+
+    With `beta` it is the delta rule: a new value first loses what the state returns for its key.
 
     Args:
       q, k: [T, H, K].
@@ -260,14 +262,14 @@ def recurrence(
 
 
 def decay_of(model: Model, x: np.ndarray, name: str, *shape: int) -> np.ndarray:
-    """The decay of a delta net, from x [T, H, K or 1]; `shape` is that of `A_log`."""
+    """Compute the decay of a delta net from x [T, H, K or 1]; `A_log` has the shape `shape`."""
     rate = np.exp(model.weight(f"{name}.A_log", *shape, low=0.0)).reshape(-1, 1)
     bias = model.weight(f"{name}.dt_bias", x[0].size, low=0.0).reshape(x.shape[1:])
     return np.exp(-rate * np.log1p(np.exp(x + bias)))
 
 
 def qwen3_5(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
-    """Gated delta nets, or attention whose output is gated."""
+    """Gated delta net, or attention with a gated output."""
     text, count = model.text, len(x)
     if text["layer_types"][index] == "full_attention":
         name, dim = f"{layer}.self_attn", text["head_dim"]
@@ -339,7 +341,7 @@ def kimi_linear(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarr
 
 
 def bailing(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
-    """Lightning attention, or attention."""
+    """Lightning attention, or softmax attention."""
     config, count, name = model.config, len(x), f"{layer}.attention"
     heads, kv_heads, dim = (
         config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -366,7 +368,7 @@ def bailing(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
 
 
 def mimo(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
-    """Attention, on some layers with sinks, a window and head counts of their own."""
+    """Attention; some layers have sinks, a window and their own numbers of heads."""
     config, count, name = model.config, len(x), f"{layer}.self_attn"
     slides = config["hybrid_layer_pattern"][index] == 1
     prefix = "swa_" if slides else ""

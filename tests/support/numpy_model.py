@@ -1,7 +1,7 @@
-"""Qwen3, Llama and Gemma 2 in NumPy, float64 and without a cache: a judge without torch.
+"""Qwen3, Llama and Gemma 2 in NumPy, float64 and without a cache: a reference without torch.
 
-With `precision=bfloat16` every result is rounded to it: the error of a plain computation, which
-bounds what a host in bfloat16 may be off by.
+With `precision=bfloat16` every result is rounded to it. That gives the error of a plain
+computation, which bounds the error of a host in bfloat16.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Weights = dict[str, np.ndarray]
 
 
 def make(folder: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Weights:
-    """Write a random checkpoint, whose numbers are bfloat16's; returns its weights."""
+    """Write a random checkpoint of numbers that bfloat16 can hold, and return its weights."""
     rng = np.random.default_rng(seed)
     gemma = config["model_type"] == "gemma2"
     size, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -73,7 +73,7 @@ def make(folder: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Weights
         norms |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), size)
     elif config["model_type"] == "qwen3":
         norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
-    low, high = (-0.5, 0.5) if gemma else (0.5, 1.5)  # Gemma adds 1 to what it stores
+    low, high = (-0.5, 0.5) if gemma else (0.5, 1.5)  # Gemma adds 1 to a stored norm
     weights = {"model.norm": np.full(size, (low + high) / 2)}
     for name in ("model.embed_tokens",) if gemma else ("model.embed_tokens", "lm_head"):
         weights[name] = rng.normal(size=(config["vocab_size"], size))
@@ -92,7 +92,7 @@ def make(folder: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Weights
 
 
 def save_tokenizer(folder: str) -> None:
-    """Next to a checkpoint, a tokenizer whose words are the tokens' numbers."""
+    """Save a tokenizer whose words are the numbers of tokens, in a checkpoint's folder."""
     import tokenizers
     import transformers
 
@@ -105,9 +105,10 @@ def save_tokenizer(folder: str) -> None:
 
 
 def save_letters(folder: str) -> None:
-    """Next to a checkpoint of at least 259 tokens, a tokenizer of bytes, as grammars need it.
+    """Save a byte tokenizer, which grammars need, in a checkpoint's folder.
 
-    Token 3 and those after it are the bytes of `letters()`; 2 ends an answer.
+    The checkpoint must have at least 259 tokens. From 3 on they are the bytes of `letters()`; 2
+    ends a completion.
     """
     import tokenizers
     import transformers
@@ -122,14 +123,14 @@ def save_letters(folder: str) -> None:
 
 
 def letters() -> list[str]:
-    """How tokenizers write a byte, for each byte."""
+    """Return how tokenizers write each byte."""
     import tokenizers
 
     return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
 def frequencies(config: dict[str, Any]) -> np.ndarray:
-    """Of rotary embeddings, as Llama 3.1 scales them where the configuration says so."""
+    """Return frequencies of rotary embeddings, scaled as in Llama 3.1 if the configuration asks."""
     half = config["head_dim"] // 2
     found = config["rope_theta"] ** (-np.arange(half) / half)
     scaling = config.get("rope_scaling")
@@ -153,11 +154,11 @@ def logits(
     tokens: list[int],
     precision: Any = np.float64,
 ) -> np.ndarray:
-    """Logits [T, vocabulary] after every token.
+    """Return logits [T, vocabulary] after every token.
 
     Args:
-      config, weights: of `make`; what is missing in `config` is left out of the computation.
-      tokens: T of them.
+      config, weights: as for `make`; features missing in `config` are left out.
+      tokens: T tokens.
       precision: the dtype that every result is rounded to.
     """
     gemma = config["model_type"] == "gemma2"
@@ -228,19 +229,19 @@ def logprobs(
     count: int,
     precision: Any = np.float64,
 ) -> list[float]:
-    """Log probabilities of the last `count` of `tokens`, each after those before it."""
+    """Return log probabilities of the last `count` of `tokens`, each given those before it."""
     found = normalized(logits(config, weights, tokens[:-1], precision)[-count:])
     return [float(row[token]) for row, token in zip(found, tokens[-count:], strict=True)]
 
 
 def normalized(found: np.ndarray) -> np.ndarray:
-    """Log probabilities of logits."""
+    """Turn logits into log probabilities."""
     found = found - found.max(-1, keepdims=True)
     return found - np.log(np.exp(found).sum(-1, keepdims=True))
 
 
 def greedy(config: dict[str, Any], weights: Weights, prompt: list[int], count: int) -> list[int]:
-    """The `count` likeliest tokens, one after another; fails where two are nearly as likely."""
+    """Generate `count` tokens greedily; fail if two are nearly equally likely."""
     tokens = list(prompt)
     for _ in range(count):
         last = logits(config, weights, tokens)[-1]
@@ -251,10 +252,10 @@ def greedy(config: dict[str, Any], weights: Weights, prompt: list[int], count: i
 
 
 def errors(tokens: list, logprobs: list, judged_tokens: list, judged: list) -> list[float]:
-    """By how much log probabilities are off, of each text as far as its tokens are the judge's.
+    """Return errors of log probabilities, in each text up to the first token that differs.
 
     Args:
-      tokens, judged_tokens: lists of tokens, one per text.
+      tokens, judged_tokens: lists of tokens, one per text, to test and of the reference.
       logprobs, judged: the tokens' log probabilities.
     """
     found: list[float] = []

@@ -1,11 +1,11 @@
 """Ragged batches for the tests: a frozen description, and the arrays it stands for.
 
-A `Problem` is built so that whatever the contract says must not be read would show: slots that no
-sequence owns hold NaN (and infinities where the format has them), tables are shuffled and end in
-ids of 10^6, 2^31 - 1 and -1, padded query rows are NaN, padded sequences have tables of garbage.
-Its numbers make every feature bite: logits with a standard deviation of 2 in the first head to 4
-in the last, a cap of 6, sinks as heavy as several keys, a window shorter than the sequences, slopes
-that fade within a few blocks.
+The arrays of a `Problem` reveal reads that the contract forbids: slots that no sequence owns hold
+NaN (and infinities where the format has them), tables are shuffled and end in ids of 10^6, 2^31 - 1
+and -1, padded query rows are NaN, and padded sequences have garbage tables. The numbers make every
+feature matter: logits have a standard deviation of 2 in the first head to 4 in the last, the cap is
+6, sinks are as heavy as several keys, the window is shorter than the sequences, and slopes fade
+within a few blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support import dense, quantize
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
 FORMATS = {format.name: format for format in formats.ALL}
-# Those that a `KVRows` may hold.
+# Formats that a `KVRows` may hold.
 IN_ROWS = {
     name: format
     for name, format in FORMATS.items()
@@ -48,7 +48,7 @@ class Problem:
       value_format: that of the values, or None for the same.
       plain: plain float arrays as caches instead of `KVArray`s.
       kv_layout: "HND", "NHD", or "rows" for a `KVRows` of keys and values.
-      row_step: what a row's width and its value's beginning are multiples of.
+      row_step: a row's width and the start of its value are multiples of it.
       options: which of `call.OPTIONS` are given.
       ragged: False leaves query_start_loc out; every sequence then has one query token.
       padded_tokens, padded_seqs: rows past the batch's own.
@@ -57,10 +57,10 @@ class Problem:
       chunk: the chunk of chunked attention where it is an option.
       tree_columns: query tokens that a tree's mask has columns for; packed bits if `seed` is odd.
       explicit_scale: whether the softmax scale is given.
-      scale_times: what `D ** -0.5` is multiplied by in a scale that is given.
-      frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
+      scale_times: an explicit scale is this factor times `D ** -0.5`.
+      frame: T, B, M and N to pad to, whatever the lengths: problems with the same frame and
         options share one compilation. None: as many as the other fields ask for.
-      seed: of everything random.
+      seed: seeds everything random.
     """
 
     query_lens: tuple[int, ...]
@@ -144,7 +144,7 @@ def lengths(block_size: int, ragged: bool) -> tuple[tuple[int, ...], tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arrays of a problem: a call's arguments, and the same thing seen densely."""
+    """The arrays of a problem: a call's arguments, and a dense view of the same data."""
 
     problem: Problem
     query: np.ndarray
@@ -155,7 +155,7 @@ class Batch:
     misread: dict[str, dense.View] = dataclasses.field(default_factory=dict)  # by mistake
 
     def run(self, implementation: str | None = None, **changes: Any) -> Any:
-        """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
+        """Call `jattn.paged_attention` and return `(out, lse or None)` as NumPy arrays."""
         kwargs = {**self.kwargs, **changes}
         found = jattn.paged_attention(
             put(self.query),
@@ -168,19 +168,19 @@ class Batch:
         return np.asarray(out), None if lse is None else np.asarray(lse)
 
     def call(self) -> tuple[calls.Call, calls.Operands]:
-        """The call's description and operands."""
+        """Return the call's description and operands."""
         given = calls.Arguments(self.query, self.key_cache, self.value_cache, **self.kwargs)
         call = calls.describe_call(given)
         return call, calls.take_operands(call, given)
 
     def oracle(self) -> tuple[np.ndarray, np.ndarray]:
-        """`(out, lse)` in float64 from `jattn.reference`."""
+        """Return `(out, lse)` in float64 from `jattn.reference`."""
         return reference.attention(*self.call())
 
 
 def build(problem: Problem) -> Batch:
-    """The arrays of `problem`."""
-    # Streams of their own, so that the frame changes no number that a sequence owns.
+    """Build the arrays of `problem`."""
+    # Separate random streams, so that the frame changes no number that a sequence owns.
     p, rng = problem, np.random.default_rng((problem.seed, 0))
     numbers = np.random.default_rng((problem.seed, 1))
     assert p.value_dim <= p.head_dim or not p.values_in_keys
@@ -258,12 +258,12 @@ def _fill(
     rng: np.random.Generator,
     numbers: np.random.Generator,
 ) -> _Stored:
-    """Caches of garbage with the sequences' keys and values in their blocks.
+    """Build caches full of garbage, with the sequences' keys and values in their blocks.
 
     Args:
-      p, tables, scales: whose they are.
-      rng: what it gives depends on the frame.
-      numbers: of what sequences own.
+      p, tables, scales: the problem, its tables and its scales.
+      rng: for the garbage, whose size depends on the frame.
+      numbers: for the keys and values.
     """
     k_format, v_format = p.stored
     parts = [("keys", p.head_dim, k_format, scales.k)]
@@ -272,7 +272,7 @@ def _fill(
     caches, pools, kept, misread = [], [], {}, {}
     for which, dim, format, scale in parts:
         pool = _garbage(rng, (p.sizes()[3], p.num_kv_heads, p.block_size), dim, format)
-        # Values have a mean of 0.5, or attention to many keys would be near zero everywhere.
+        # Values have a mean of 0.5: otherwise attention to many keys would be near zero everywhere.
         lean = 0.5 if which == "values" or p.values_in_keys else 0.0
         rows = []
         for b, n in enumerate(p.seq_lens):
@@ -298,7 +298,7 @@ def _fill(
 
 
 def _query(p: Problem, numbers: np.random.Generator) -> np.ndarray:
-    """[T, H, D]: larger from head to head, and NaN in padded rows."""
+    """Queries [T, H, D]: larger from head to head, and NaN in padded rows."""
     query = np.full((p.sizes()[0], p.num_heads, p.head_dim), np.nan, np.float32)
     real = sum(p.query_lens)
     spread = np.linspace(2.0, 4.0, p.num_heads)[:, None]
@@ -371,7 +371,7 @@ def _scale_arguments(p: Problem, scales: _Scales) -> dict[str, jax.Array]:
 
 
 def _causal(p: Problem) -> tuple[dict[str, bool | jax.Array], np.ndarray]:
-    """`is_causal` where it is not the default, and bool for each sequence."""
+    """Return `is_causal` if it is not the default, and its value for each sequence."""
     if "is_causal_per_sequence" in p.options:
         causal = np.arange(p.sizes()[1]) % 2 == 0
         return {"is_causal": put(causal)}, causal[: len(p.seq_lens)]
@@ -380,7 +380,7 @@ def _causal(p: Problem) -> tuple[dict[str, bool | jax.Array], np.ndarray]:
 
 
 def packed(mask: np.ndarray) -> np.ndarray:
-    """bool [T, Q] as uint32 [T, W], the later bits of the last word set."""
+    """Pack bool [T, Q] into uint32 [T, W], with the unused bits of the last word set."""
     columns = -(-mask.shape[1] // 32) * 32
     padded = np.pad(mask, ((0, 0), (0, columns - mask.shape[1])), constant_values=True)
     return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
@@ -402,7 +402,7 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
         ends[:real] = np.concatenate(view["ends"])
         given["visible_end"] = put(ends)
     if "tree_mask" in p.options:
-        # A tree of up to three branches; what its mask has no columns for is a chain.
+        # A tree of up to three branches; tokens that have no column in the mask form a chain.
         back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
         view["parents"] = [
             np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
@@ -438,10 +438,10 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
 
 
 def select(batch: Batch, parts: list[tuple[int, int, int]]) -> Batch:
-    """Another batch over the same pages: `(sequence, first query token, how many)` each.
+    """Return a batch over the same pages of `(sequence, first query token, how many)` parts.
 
     A sequence's keys then end with the part's last token, so parts of one sequence are the chunks
-    of a chunked prefill. Padded to the same frame, which the problem must have.
+    of a chunked prefill. The batch is padded to the problem's frame, which must be set.
     """
     p, view = batch.problem, batch.view
     assert p.frame is not None
@@ -484,9 +484,10 @@ def select(batch: Batch, parts: list[tuple[int, int, int]]) -> Batch:
 
 
 def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
-    """Rows [n, K, D]; for formats that choose scales, made so that each scale matters.
+    """Change rows [n, K, D] so that each scale matters, for formats that choose scales.
 
-    Tokens differ in size by up to four times, groups of 16 too, and rows with a zero point lean.
+    Tokens differ in size by up to four times, and so do groups of 16. Rows of a format with zero
+    points are shifted away from zero.
     """
     if format.per in ("token", "block"):
         x = x * np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], 1)))
@@ -498,9 +499,9 @@ def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
 def _garbage(
     rng: np.random.Generator, hnd: tuple[int, ...], dim: int, format: Any
 ) -> quantize.Rows:
-    """A pool [N, K, S, D] of codes: NaN where there is one, in places infinities and denormals.
+    """Return a pool [N, K, S, D] of codes: NaN if the dtype has it, some infinities and denormals.
 
-    Integers are any code. Scales and zero points are NaN.
+    Integers are random codes. Scales and zero points are NaN.
     """
     dtype = quantize.number_dtype(format)
     if dtype == np.int8 or dtype == quantize.E2M1:
@@ -539,7 +540,7 @@ def _place(
 
 
 def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Problem) -> Any:
-    """A head-major pool of codes as the cache the problem asks for."""
+    """Turn a head-major pool of codes into the cache that the problem asks for."""
 
     def laid(x: np.ndarray | None) -> Any:
         if x is None:
@@ -557,7 +558,7 @@ def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Proble
 def _one_array(
     keys: np.ndarray, values: np.ndarray, format: Any, rng: np.random.Generator, p: Problem
 ) -> jattn.KVRows:
-    """Head-major pools of codes side by side, odd seeds with garbage around keys and values."""
+    """Join head-major pools of codes; odd seeds have garbage around keys and values."""
     num_blocks, heads, size, dim = keys.shape
     rows, start, width = heads, dim, dim + values.shape[-1]
     if p.seed % 2:

@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Run Python in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def python(code: str, *given: str, folder: pathlib.Path = ROOT, **environment: str) -> str:
-    """The output of `code` in a fresh interpreter, where every warning is an error."""
+    """Run `code` in a fresh interpreter, with warnings as errors, and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *given],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
@@ -27,7 +27,7 @@ def python(code: str, *given: str, folder: pathlib.Path = ROOT, **environment: s
 
 
 def start(rank: int, *given: str, code: str, devices: str) -> subprocess.Popen:
-    """One of several processes that run `code` together; each has so many devices."""
+    """Start one of several processes that run `code` together, with `devices` devices each."""
     return start_command([sys.executable, "-c", code, str(rank), *given], devices)
 
 
@@ -45,7 +45,7 @@ def start_command(command: list[str], devices: str) -> subprocess.Popen:
 
 
 def answers(address: str) -> bool:
-    """Whether a server answers there that all is well."""
+    """Whether a server at `address` responds with status 200."""
     try:
         with urllib.request.urlopen(address, timeout=5) as answer:
             return answer.status == 200

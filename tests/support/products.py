@@ -1,4 +1,4 @@
-"""The example engine's products in C++, in tests."""
+"""A fixture for tests of the example engine's products in C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from examples import native
 
 @pytest.fixture
 def nothing_taken():
-    """As in a process that never asked for them."""
+    """Run the test as in a process that never asked for native products."""
     before = native._taken[:]
     native._taken.clear()
     yield

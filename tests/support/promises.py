@@ -1,4 +1,4 @@
-"""Batches whose numbers break a promise, and what they return."""
+"""Batches whose numbers break what callers promise, and the results they must have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MISTAKES = ("begins at 1", "decreases", "wraps around", "passes T")  # of `query
 
 
 def some_broken(batch: problems.Batch) -> tuple[problems.Batch, set[int]]:
-    """The three sequences with most keys use an id of -1, one of N, and have no room for them all.
+    """Break the three longest sequences: an id of -1, an id of N, more keys than the table holds.
 
-    Returns the batch and these sequences.
+    Returns: the batch and these three sequences.
     """
     problem = batch.problem
     tables, lens = (np.array(batch.kwargs[name]) for name in ("block_tables", "seq_lens"))
@@ -28,7 +28,7 @@ def some_broken(batch: problems.Batch) -> tuple[problems.Batch, set[int]]:
 
 
 def with_starts(batch: problems.Batch, mistake: str) -> problems.Batch:
-    """The batch with a mistake in `query_start_loc`."""
+    """Return the batch with a mistake in `query_start_loc`."""
     starts = np.array(batch.kwargs["query_start_loc"])
     if mistake == "begins at 1":
         starts = np.maximum(starts, 1)  # and decreases nowhere
@@ -43,7 +43,7 @@ def with_starts(batch: problems.Batch, mistake: str) -> problems.Batch:
 
 
 def check(batch: problems.Batch, out: np.ndarray, lse: np.ndarray, sequences: set[int]) -> None:
-    """NaN in the rows of some sequences, and the rest as right as ever."""
+    """Check that the rows of `sequences` are NaN and all others are right."""
     allowed, starts = budget.of(batch), batch.view.starts
     broken = np.zeros(out.shape[0], bool)
     for b in sequences:

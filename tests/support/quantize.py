@@ -1,7 +1,7 @@
-"""The formats once more, in NumPy and ml_dtypes, apart from `jattn`: encode, decode, and mistakes.
+"""The formats in NumPy and ml_dtypes, written independently of `jattn`.
 
-`encode` is what a right writer makes of rows `[n, K, D]` of one sequence, `decode` what they then
-stand for, and `mistakes` what wrong readers would take them for.
+`encode` turns rows `[n, K, D]` of one sequence into what must be stored, `decode` returns the
+numbers this stands for, and `mistakes` what wrong readers would make of it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ F32 = np.float32
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Codes, one a byte [n, K, D], and their scales per token: `scale` [n, K] and so on.
+    """Unpacked codes [n, K, D], and their scales per token: `scale` [n, K] and so on.
 
-    `codes` hold int8 for integers, and the words of floats; `scale` of a block is repeated for its
-    tokens.
+    `codes` hold int8 for integers, and the words of floats. The `scale` of a block is repeated for
+    its tokens.
     """
 
     codes: np.ndarray
@@ -43,7 +43,7 @@ def number_dtype(format) -> np.dtype:
 
 
 def saturated(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float32 `x` rounded to nearest even into `dtype`, at most its largest number."""
+    """Round float32 `x` to nearest even in `dtype`, and saturate at its largest number."""
     most = F32(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -most, most).astype(dtype)
 
@@ -55,10 +55,10 @@ def encode(
     scale: np.ndarray | None = None,
     zero: np.ndarray | None = None,
 ) -> Rows:
-    """float32 rows [n, K, D] in `format`; a scale per block is that of its largest number.
+    """Encode float32 rows [n, K, D] in `format`; a block's scale follows from its largest number.
 
     Scales and zeros per token may be given: one that differs in its last bit decides ties
-    differently. Rows are multiplied by a scale's reciprocal, as jattn does.
+    differently. Rows are multiplied by a scale's reciprocal, as in jattn.
     """
     given = scale, zero
     dtype, name = number_dtype(format), format.name
@@ -98,7 +98,7 @@ def encode(
 
 
 def decode(format, rows: Rows) -> np.ndarray:
-    """The numbers of `rows` in float64."""
+    """Decode `rows` into float64 numbers."""
     x = rows.codes.view(number_dtype(format)).astype(np.float64)
     if rows.groups is not None:
         x = x * np.repeat(rows.groups.view(E4M3).astype(np.float64), 16, axis=-1)
@@ -108,7 +108,7 @@ def decode(format, rows: Rows) -> np.ndarray:
 
 
 def pack(format, codes: np.ndarray) -> np.ndarray:
-    """Words of codes [..., D]: themselves, or the even index in the low nibble of a byte."""
+    """Pack codes [..., D] into words; of two 4-bit codes, the even index is the low nibble."""
     if format.values_per_word == 1:
         return codes
     nibbles = codes.view(np.uint8) % 16
@@ -116,7 +116,7 @@ def pack(format, codes: np.ndarray) -> np.ndarray:
 
 
 def mistakes(format, rows: Rows, block_size: int) -> Iterator[tuple[str, Rows]]:
-    """`(name, rows as a wrong reader has them)`."""
+    """Yield `(name, rows as a wrong reader understands them)`."""
     if rows.scale is not None:
         step = 1 if format.per == "token" else block_size
         what = "token" if format.per == "token" else "block"

@@ -1,8 +1,8 @@
 """Calls drawn at random from all that a capability row takes: sizes, formats, masks, lengths.
 
-The matrix meets every pair of levels it lists; here nothing is listed. Head sizes, groups, block
-sizes, windows and lengths are any numbers in range, options any set that means something together.
-One seed is one call. `LARGE` ones have sequences, heads and head sizes that kernels divide.
+The matrix covers every pair of the levels it lists; here nothing is listed. Head sizes, groups,
+block sizes, windows and lengths are any numbers in range, options any set that makes sense. One
+seed is one call. `LARGE` calls have sequences, heads and head sizes that kernels split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jattn import capability, formats
 from tests.support import problems
 
-# Options of which a call may have one at most.
+# Of each of these groups a call may have one option at most.
 EXCLUSIVE = (
     ("not_causal", "is_causal_per_sequence", "tree_mask"),
     ("not_causal", "visible_end"),
@@ -28,7 +28,7 @@ EXCLUSIVE = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The largest that are drawn."""
+    """Upper limits of what is drawn."""
 
     head_dim: int
     block: int
@@ -42,7 +42,7 @@ LARGE = Sizes(head_dim=576, block=160, group=32, keys=4000, window=5000)
 
 
 def draw(seed: int, row: capability.Row, sizes: Sizes = SMALL) -> problems.Problem:
-    """The call of a seed, among those that `row` takes."""
+    """Draw the call of a seed, among those that `row` takes."""
     rng = np.random.default_rng((seed, 77))
     named = [problems.FORMATS[name] for name in row.formats]
     key = named[rng.integers(len(named))]
@@ -108,7 +108,7 @@ def _size(rng: np.random.Generator, sizes: capability.Sizes, step: int, most: in
 def _lengths(
     rng: np.random.Generator, block_size: int, most: int, ragged: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths at the edges of blocks, and others."""
+    """Draw lengths at the edges of blocks, and others."""
     query_lens, seq_lens = [], []
     for _ in range(int(rng.integers(1, 7))):
         edge = block_size * int(rng.integers(0, 4)) + int(rng.integers(-1, 2))
@@ -123,7 +123,7 @@ def _lengths(
 def lengths_within(
     draw: st.DrawFn, frame: tuple[int, int, int, int], block_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`(query_lens, seq_lens)` of sequences that fit T, B, M and N of a frame."""
+    """Draw `(query_lens, seq_lens)` of sequences that fit T, B, M and N of a frame."""
     tokens, most, width, blocks = frame
     pairs = []
     for _ in range(draw(st.integers(1, most))):

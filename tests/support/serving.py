@@ -1,4 +1,4 @@
-"""A server for tests: on a free port of the loopback interface, in a thread of its own."""
+"""A server for tests, on a free port of the loopback interface, in its own thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_REQUESTS = 24
 
 
 def small_engine(max_len: int) -> Engine:
-    """An engine for four sequences of up to `max_len` bytes, with a tiny model."""
+    """Build an engine of a tiny model for four sequences of up to `max_len` bytes."""
     sizes = {"budget": 16, "block_size": 8, "max_len": max_len}
     return engines.build(sizes=sizes, check=False, keep_logits=False)
 
@@ -39,7 +39,7 @@ def serving(
     on_failure=lambda reason: None,
     **access,
 ):
-    """Serve an engine; its address."""
+    """Serve an engine, and yield the server's address."""
     from examples.engine.http.access import Access
     from examples.engine.http.app import make_app
     from examples.engine.http.listening import DrainingServer
@@ -61,25 +61,25 @@ def serving(
 
 @functools.cache
 def shared_engine() -> Engine:
-    """One for the files that use these fixtures, which leave it idle."""
+    """Return the engine that all files with these fixtures share; they leave it idle."""
     return small_engine(MAX_LEN)
 
 
 @pytest.fixture(scope="module")
 def openai():
-    """OpenAI's client library: its import takes more than a second, and many workers need none."""
+    """OpenAI's client library: its import takes over a second, and many workers do not need it."""
     return pytest.importorskip("openai", reason="needs the openai client")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine; a test file names the fixtures that it uses."""
+    """The shared engine; a test file imports the fixtures that it uses."""
     return shared_engine()
 
 
 @pytest.fixture(scope="module")
 def url(engine):
-    """The address of a server of it."""
+    """The address of a server of that engine."""
     with serving(engine) as address:
         yield address
 
@@ -92,9 +92,9 @@ def client(url):
 
 
 def http_client(address: str, **options):
-    """A client of a server over plain HTTP.
+    """Return a client of a server over plain HTTP.
 
-    One that verifies would load all certificate authorities first: a tenth of a second.
+    A client that verifies certificates would first load all authorities, in a tenth of a second.
     """
     import httpx
 
@@ -102,18 +102,18 @@ def http_client(address: str, **options):
 
 
 def complete(client, **body):
-    """The response to a request for a completion."""
+    """Request a completion and return the response."""
     return client.post("/v1/completions", json=body)
 
 
 def connect(address: str) -> socket.socket:
-    """A connection of our own to a server."""
+    """Open a raw connection to a server."""
     host, port = address.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=30)
 
 
 def read_metrics(client) -> dict[str, float]:
-    """The samples of /metrics, each of which must have a help text and a type."""
+    """Return the samples of /metrics; each must have a help text and a type."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples, described = {}, set()
@@ -142,7 +142,7 @@ def openai_client(address: str, **options) -> Iterator:
 
 
 def wait_for(port: int, server: subprocess.Popen) -> None:
-    """Until the server listens, which it does before it compiles: its answer says that it runs."""
+    """Wait until the server responds that it runs: it listens before it has compiled."""
     import httpx
 
     deadline = time.monotonic() + 400
@@ -150,13 +150,13 @@ def wait_for(port: int, server: subprocess.Popen) -> None:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
                 return
-        assert server.poll() is None, "the server has ended"
+        assert server.poll() is None, "the server has exited"
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
 def completed(client, body: dict, begun=lambda: None) -> str:
-    """The text of a request of one choice; `begun` is called with each event of a stream."""
+    """Return the text of a request of one choice; call `begun` at each event of a stream."""
     if not body.get("stream"):
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -174,7 +174,7 @@ def completed(client, body: dict, begun=lambda: None) -> str:
 
 
 def wait_until_idle(engine: Engine) -> None:
-    """Wait for the engine to finish, and see that it holds nothing."""
+    """Wait for the engine to finish, and check that it holds nothing."""
     deadline = time.monotonic() + 60
     while engine.has_work:
         assert time.monotonic() < deadline

@@ -3,8 +3,8 @@
     layer 0  attention over a window of 10      layer 1  a recurrent state
     layer 2  attention over everything          layer 3  another recurrent state
 
-and `dense_logits`, the same model in NumPy and float64 with no cache at all. With `mtp`, layer 4
-guesses the token after the next one, as `dense_guesses` does.
+and `dense_logits`, the same model in NumPy and float64 without a cache. With `mtp`, layer 4 guesses
+the token after the next one, as `dense_guesses` does.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GUESSING = 4
 
 @functools.cache
 def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = False) -> Model:
-    """The model, with random parameters, on which there may be some noise.
+    """Return the model with random parameters, to which `noise` is added.
 
-    One that `only_attends` lacks layers 1 and 3, and without `mtp` it lacks layer 4.
+    With `only_attends` it lacks layers 1 and 3; without `mtp` it lacks layer 4.
     """
     rng = np.random.default_rng(11)
 
@@ -74,7 +74,7 @@ def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = Fa
 def step(
     params: dict, caches: Caches, batch: Batch, layers: tuple[int, ...] = tuple(LAYERS)
 ) -> tuple[jax.Array, Caches]:
-    """The model over paged caches."""
+    """Run the model over paged caches."""
     logits, _, caches = step_with_hidden(params, caches, batch, layers)
     return logits, caches
 
@@ -82,7 +82,7 @@ def step(
 def step_with_hidden(
     params: dict, caches: Caches, batch: Batch, layers: tuple[int, ...] = tuple(LAYERS)
 ) -> tuple[jax.Array, jax.Array, Caches]:
-    """The same, with hidden states [T, SIZE]."""
+    """Like `step`, and return hidden states [T, SIZE] too."""
     num_tokens = batch.tokens.shape[0]
     x = params["embed"].at[batch.tokens].get(mode="clip") + _positions(jnp, batch.positions)
     for layer in layers:
@@ -106,7 +106,7 @@ def step_with_hidden(
 def guess(
     params: dict, caches: Caches, batch: Batch, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array, Caches]:
-    """Logits of the tokens after `batch.tokens`, which are after the hidden states'."""
+    """Return logits of the tokens after `batch.tokens`, which follow those of `hidden`."""
     embedded = params["embed"].at[batch.tokens].get(mode="clip")
     embedded = _norm(jnp, embedded + _positions(jnp, batch.positions))
     x = jnp.concatenate([embedded, hidden], axis=-1) @ params["fc"]
@@ -119,9 +119,9 @@ def guess(
 
 
 def _recur(x, params, layer, states, batch: Batch, lengths: jax.Array | None = None):
-    """h <- g h + (1 - g) (x W), and the tokens counted in a second tensor; token by token.
+    """Compute h <- g h + (1 - g) (x W) token by token, counting tokens in a second tensor.
 
-    Over all tokens of the step, or `lengths` of each sequence.
+    Covers all tokens of the step, or the first `lengths` of each sequence.
     """
     num_seqs = batch.query_start_loc.shape[0] - 1
     tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -144,7 +144,7 @@ def _recur(x, params, layer, states, batch: Batch, lengths: jax.Array | None = N
 
 
 def dense_logits(params: dict, tokens: list[int]) -> np.ndarray:
-    """Logits after the last of some tokens, [vocabulary]."""
+    """Logits [vocabulary] after the last of some tokens."""
     params = {name: np.asarray(p, np.float64) for name, p in params.items()}
     return dense_hidden(params, tokens)[-1] @ params["head"]
 

@@ -1,4 +1,4 @@
-"""Workloads of a few tokens and what measures them, for the tests of the benchmarks."""
+"""Workloads of a few tokens and a fake contender, for the tests of the benchmarks."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ LIMITS = ceilings.Ceilings(read=1e10, matrix={"float32": 1e11, "bfloat16": 2e11}
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch):
-    """Tiny workloads would need thousands of copies to be cold."""
+    """Pretend that caches are tiny: small workloads would need thousands of copies to be cold."""
     monkeypatch.setattr(timing, "cache_bytes", lambda: 4096)
 
 

@@ -1,7 +1,7 @@
 """Wrong kernels: each a small change to a right computation, in float64.
 
-A tolerance that lets one of them pass tests nothing. Options and lengths alone decide which
-ones apply to a problem, never what comes out.
+A tolerance that lets one of them pass tests nothing. Only options and lengths decide which of
+them apply to a problem, never their results.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LN2 = float(np.log(2.0))
 
 
 def kernels(batch: problems.Batch) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """`(name, wrong kernel)` for every one that must differ on this batch.
+    """Yield `(name, wrong kernel)` for every wrong kernel that must differ on this batch.
 
-    A kernel returns `(out, lse)`; an lse of None is not looked at, so that the wrong output alone
-    must be noticed. Those that spoil the lse alone return the right output. A scale that is one
-    percent off and a window of one key more or less show in both, and in 16 bits, under a cap or
-    far away on an ALiBi slope it may be the lse that gives them away.
+    A kernel returns `(out, lse)`. With an lse of None, the test must reject the output alone.
+    Kernels that spoil only the lse return the right output. A scale that is one percent off, and a
+    window of one key more or less, return both: in 16 bits, under a cap, or far away on an ALiBi
+    slope, only the lse may give them away.
     """
     problem, view = batch.problem, batch.view
     options = problem.options
@@ -98,7 +98,7 @@ def kernels(batch: problems.Batch) -> Iterator[tuple[str, Callable[[], Result]]]
 def _masks(
     batch: problems.Batch, out_only: Callable, both: Callable
 ) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Those that get a mask wrong, a table of biases, or where values are."""
+    """Yield kernels that get a mask, a table of biases or the place of values wrong."""
     problem, view = batch.problem, batch.view
     if view.chunk is not None and max(problem.seq_lens) > 2 * view.chunk:
         yield "no chunks", out_only(chunk=None)
@@ -144,7 +144,7 @@ def _mean_of_values(view: dense.View) -> np.ndarray:
 
 
 def _exchanged(view: dense.View) -> np.ndarray:
-    """Every sequence reads the pages of the one after it, up to the shorter length."""
+    """Attend with every sequence reading the previous one's pages, up to the shorter length."""
     order = np.roll(np.arange(view.num_seqs), 1)
 
     def move(parts: list[np.ndarray]) -> list[np.ndarray]:
@@ -160,9 +160,10 @@ def _exchanged(view: dense.View) -> np.ndarray:
 
 
 def _swapped_blocks(view: dense.View, size: int) -> np.ndarray:
-    """Every block's keys stand where the next block's belong, the last block's where the first's.
+    """Attend with every block's keys in the place of the next block's, cyclically.
 
-    Values stay: exchanged together, keys and values would hide it where position means nothing.
+    Values stay: if keys and values moved together, the result would be right wherever positions do
+    not matter.
     """
 
     def swap(part: np.ndarray) -> np.ndarray:
