@@ -1,4 +1,4 @@
-"""Small random models of transformers' types and inputs that they take, for the census."""
+"""Small random models of transformers' model types, and inputs for them, for the census."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 TOKENS, BATCH = 24, 2
-WRITTEN = 9  # tokens of a decoder that an encoder feeds
+WRITTEN = 9  # decoder tokens of an encoder-decoder
 VOCABULARY = 96
 MOST_PARAMETERS = 40e6
 
-# What a size is called, and its small value. The first pattern that matches wins.
+# Patterns of the names of sizes, and a small value. The first pattern that matches wins.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"type_vocab_size|.*codebook.*|.*num_labels.*", 0),  # as they are
+    (r"type_vocab_size|.*codebook.*|.*num_labels.*", 0),  # unchanged
     (r"(.*_)?vocab_size|n_vocab|vocab_size_per_layer_input|n_words", VOCABULARY),
     (r"(num_|n_)(experts|local_experts|routed_experts)|moe_num_experts|num_local_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_top_k", 2),
@@ -37,16 +37,16 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"sliding_window|attention_chunk_size|local_attention|window_size|local_window_size", 8),
     (r"hidden_size_per_layer_input|embedding_dim", 16),
 )
-# Settings that follow from others, of the large configuration.
+# Settings derived from others, which would keep the values of the large configuration.
 DERIVED = ("per_layer_config", "out_features", "out_indices", "stage_names")
 
 
 def small(name: str, value: Any, ids: Iterator[int], sizes: dict[str, Any]) -> Any:
-    """A setting of a configuration, smaller."""
+    """Return a smaller value for a setting of a configuration."""
     if isinstance(value, dict) and "model_type" in value:
         return shrunk(value, ids)
     if isinstance(value, dict):
-        sections = {"mrope_section": [2, 3, 3]}  # of the half of a head
+        sections = {"mrope_section": [2, 3, 3]}  # they add up to half of a head
         return {key: sections.get(key, x) for key, x in value.items()}
     if name == "head_dim" and "qk_rope_head_dim" in sizes:
         return 8 if value else value
@@ -62,7 +62,7 @@ def small(name: str, value: Any, ids: Iterator[int], sizes: dict[str, Any]) -> A
         if re.fullmatch(pattern, name):
             if not size:
                 return value
-            if size == 2 and "heads" in name:  # as many as query heads, or fewer
+            if size == 2 and "heads" in name:  # KV heads: still as many as query heads, or fewer
                 heads = sizes.get("num_attention_heads", sizes.get("n_heads"))
                 return value if value < 2 else 4 if value == heads else 2
             return min(value, size) if value > 0 else value
@@ -70,7 +70,7 @@ def small(name: str, value: Any, ids: Iterator[int], sizes: dict[str, Any]) -> A
 
 
 def shrunk(settings: dict[str, Any], ids: Iterator[int]) -> dict[str, Any]:
-    """A configuration's settings, smaller, and its nested configurations'."""
+    """Return smaller settings of a configuration and of those nested in it."""
     settings = {name: x for name, x in settings.items() if name not in DERIVED}
     if isinstance(settings.get("depths"), list):  # widths that grow with the stages
         return settings
@@ -92,7 +92,7 @@ def shrunk(settings: dict[str, Any], ids: Iterator[int]) -> dict[str, Any]:
 
 
 def configuration(transformers: Any, model_type: str) -> Any:
-    """A small configuration of a type: shrunk, or what is written for it."""
+    """Return a small configuration of a model type: from `families`, or its default, shrunk."""
     from tests.support.families import FAMILIES
 
     for family in FAMILIES:
@@ -106,9 +106,9 @@ def configuration(transformers: Any, model_type: str) -> Any:
 
 
 def model_class(transformers: Any, config: Any) -> Any:
-    """The class for causal or sequence-to-sequence language models, or the bare model's.
+    """Return the class of the causal or sequence-to-sequence language model, or the bare model.
 
-    An encoder-decoder's is that of the whole, though its decoder may be a language model, too.
+    For an encoder-decoder it is the whole model, even if its decoder is a language model too.
     """
     auto = transformers.models.auto.modeling_auto
     mappings = [auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
@@ -122,7 +122,7 @@ def model_class(transformers: Any, config: Any) -> Any:
 
 
 def build(torch: Any, transformers: Any, model_type: str) -> Any:
-    """A random model: weights of unit gain, so that attention is neither flat nor one-hot."""
+    """Make a random model with weights of unit gain: attention is neither flat nor one-hot."""
     config = configuration(transformers, model_type)
     cls = model_class(transformers, config)
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def build(torch: Any, transformers: Any, model_type: str) -> Any:
 
 
 def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Inputs that the model may take, the likeliest first."""
+    """Yield inputs that the model may accept, the likeliest first."""
     config = model.config
     generator = torch.Generator().manual_seed(2)
 
@@ -198,7 +198,7 @@ def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         ("pictures", {"pixel_values": rows, "grid_thw": grid}),
         ("pictures", {"pixel_values": rows, "image_grid_thw": grid}),
     ]
-    if getattr(config, "is_encoder_decoder", False):  # may write what it reads, if asked for less
+    if getattr(config, "is_encoder_decoder", False):  # if decoder inputs are optional, it may decode its inputs
         options.sort(key=lambda option: "decoder_input_ids" not in option[1])
     taken = inspect.signature(model.forward).parameters
     for words, inputs in options:

@@ -1,4 +1,4 @@
-"""For tests of speculative decoding: a proposer that knows what comes, and runs without drafts."""
+"""Helpers for tests of speculative decoding: proposers, and runs without it to compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.engines import restart
 
 
 class Foresight:
-    """Guesses what comes, and a wrong token in some places."""
+    """Guesses the tokens that really follow, with a wrong one in some places."""
 
     is_cheap = True
 
@@ -31,13 +31,13 @@ class Foresight:
 
 
 def alone(plain: Engine, requests: list[Request]) -> dict[Request, Sequence]:
-    """Every request served alone and without drafts."""
+    """Serve every request alone, without speculative decoding."""
     restart(plain, prefix_caching=False)
     return {request: plain.generate([request])[0] for request in requests}
 
 
 def same(found: Sequence, expected: Sequence) -> None:
-    """An aborted one has some of the tokens."""
+    """Check that a sequence is the expected one; an aborted one may have fewer tokens."""
     if found.finish_reason == "abort":
         assert found.chosen == expected.chosen[: len(found.chosen)]
         return
@@ -48,7 +48,7 @@ def same(found: Sequence, expected: Sequence) -> None:
 
 
 class Noting:
-    """Notes what a proposer guesses; of some sequences it guesses what comes, in part."""
+    """Records a proposer's guesses, and makes some of them partly right."""
 
     is_cheap = False
 

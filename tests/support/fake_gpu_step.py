@@ -1,4 +1,4 @@
-"""A step of the first hour without a GPU: right, wrong, hanging, losing its device, dying."""
+"""A fake step of the first hour, without a GPU: it works, fails, hangs, loses its device or dies."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A worker of the GPU benchmark without torch or a GPU: peers that are right, wrong, loud, dead."""
+"""A fake worker of the GPU benchmark, without torch or a GPU: peers work, fail, print or die."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from benchmarks.workloads import from_json, to_float32
 
 
 def fill(stream: int, shape: tuple[int, ...], scale: float) -> np.ndarray:
-    """The array of `gpu_data.make_data`, in NumPy."""
+    """Return the array of `gpu_data.make_data`, in NumPy."""
     rows = np.arange(shape[0], dtype=np.uint32)[:, None]
     columns = np.arange(np.prod(shape[1:]), dtype=np.uint32)[None]
     words = gpu_data.normal_words(scale)[gpu_data.choices(stream, rows, columns)]

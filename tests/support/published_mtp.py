@@ -1,4 +1,4 @@
-"""Layers that guess (MTP) as published: checkpoints with one, and the layer in NumPy."""
+"""MTP layers as published: checkpoints that have one, and the layer in NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.options import CHECKPOINTS
 
 
 def write_qwen3_next(target: Path) -> None:
-    """qwen3-next-tiny with a layer that guesses, as published checkpoints spell it."""
+    """Write qwen3-next-tiny with an MTP layer, named as in published checkpoints."""
     rng = np.random.default_rng(5)
     config = json.loads((CHECKPOINTS / "qwen3-next-tiny" / "config.json").read_text())
     tensors = safetensors.load_file(CHECKPOINTS / "qwen3-next-tiny" / "model.safetensors")
@@ -50,7 +50,7 @@ def write_qwen3_next(target: Path) -> None:
 
 
 class Published:
-    """The layer as the report and the published checkpoints have it: NumPy, float64, no cache."""
+    """The MTP layer of the report and the published checkpoints, in NumPy, float64, no cache."""
 
     def __init__(self, folder: Path):
         tensors = safetensors.load_file(folder / "model.safetensors")
@@ -68,7 +68,7 @@ class Published:
         return unit * (1 + self.weight(name))
 
     def guesses(self, hidden: np.ndarray, tokens: list[int], count: int) -> tuple[int, ...]:
-        """Greedily after `tokens`, of which all but the last have a hidden state."""
+        """Guess greedily after `tokens`, all but the last of which have a hidden state."""
         found = []
         for _ in range(count):
             after = [*tokens, *found][1:]
@@ -102,7 +102,7 @@ class Published:
         return self.linear(f"{path}.o_proj", out.reshape(count, -1))
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """The first quarter of each head."""
+        """Rotate the first quarter of each head."""
         size = x.shape[-1] // 4
         frequencies = 10_000.0 ** (-np.arange(0, size, 2) / size)
         angles = np.arange(len(x))[:, None, None] * frequencies
@@ -129,7 +129,7 @@ class Published:
 
 
 def write_deepseek(target: Path) -> None:
-    """deepseek-v3-tiny, rotated plainly, with a layer that guesses, as published: layer 3."""
+    """Write deepseek-v3-tiny with plain RoPE and an MTP layer, published as layer 3."""
     rng, there = np.random.default_rng(6), CHECKPOINTS / "deepseek-v3-tiny"
     config = json.loads((there / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -148,9 +148,9 @@ def write_deepseek(target: Path) -> None:
     for name, x in list(tensors.items()):
         if name.startswith("model.layers.2."):
             put(name.removeprefix("model.layers.2."), *x.shape)
-            if x.ndim == 1:  # norms, and what balances experts
+            if x.ndim == 1:  # norms, and the bias that balances experts
                 tensors[name.replace("layers.2.", "layers.3.")] += "norm" in name
-    # Copies, which are not read.
+    # Published checkpoints have copies here, which are not read.
     put("embed_tokens.weight", config["vocab_size"], size)
     put("shared_head.head.weight", config["vocab_size"], size)
     target.mkdir()
@@ -197,7 +197,7 @@ class PublishedDeepseek(Published):
         return self.linear(f"{path}.o_proj", out.reshape(count, -1))
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Pairs that are next to each other."""
+        """Rotate interleaved pairs."""
         size = x.shape[-1]
         frequencies = 10_000.0 ** (-np.arange(0, size, 2) / size)
         turns = np.exp(1j * np.arange(len(x))[:, None, None] * frequencies)

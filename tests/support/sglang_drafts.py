@@ -1,4 +1,4 @@
-"""Checkpoints for sglang-jax with drafts that are often right."""
+"""Checkpoints for sglang-jax with draft models that are often right."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.support.sglang_host import COUNT, Judged, prompts
 
 
 def drafted(target, draft) -> Judged:
-    """A Qwen3 whose next token is mostly that of its last one alone, and EAGLE3 drafts of that.
+    """Save a Qwen3 whose next token depends mostly on its last one, and an EAGLE3 draft model.
 
-    The draft's attention sees its own token, whose embedding it passes on.
+    The draft's attention picks its own token and passes on the token's embedding.
     """
     config = {**numpy_model.QWEN3, "num_hidden_layers": 3}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
@@ -22,7 +22,7 @@ def drafted(target, draft) -> Judged:
     follow_last_token(target, weights)
     size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    passed = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
+    passed = np.tile(np.eye(dim, 2 * size), (heads, 1))  # reads [embedding, hidden state]
     layer = {
         "hidden_norm": np.ones(size),
         "input_layernorm": np.ones(size),
@@ -50,9 +50,9 @@ def drafted(target, draft) -> Judged:
 
 
 def drafted_in_blocks(target, draft) -> Judged:
-    """A Qwen3 whose next token is mostly that of its last one alone, and DFLASH drafts of that.
+    """Save a Qwen3 whose next token depends mostly on its last one, and a DFLASH draft model.
 
-    Tokens to draft have embeddings of zeros, and see the embedding of the last token of the block.
+    Tokens to draft have embeddings of zeros, and see the embedding of the block's known token.
     """
     mask = numpy_model.QWEN3["vocab_size"] - 1
     config = numpy_model.QWEN3
@@ -95,6 +95,6 @@ def follow_last_token(folder, weights: numpy_model.Weights) -> None:
 
 
 def save(folder, weights: numpy_model.Weights) -> None:
-    """As a checkpoint."""
+    """Save weights as a checkpoint."""
     stored = {f"{name}.weight": x.astype(np.float32) for name, x in weights.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Generation by sglang-jax with jattn, in processes of their own, and what it is judged by.
+"""Generation by sglang-jax with jattn, in separate processes, and a reference to compare with.
 
 `tests/integrations/test_sglang_jax*.py` use it.
 """
@@ -37,7 +37,7 @@ FLAGS = {
     "mem_fraction_static": 0.5,
     "random_seed": 0,
 }
-# Fields of a request that are not of how it is sampled.
+# Fields of a request that are not sampling parameters.
 NOT_OF_SAMPLING = (
     "bootstrap_room",
     "extra_key",
@@ -56,8 +56,8 @@ ENVIRONMENT = {
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(processes.ROOT),
-    "SGLANG_CI_SMALL_KV_SIZE": "4096",  # the pool of drafts is half of the memory otherwise
-    "SGLANG_JAX_CONV_STATE_DTYPE": "float32",  # it is bfloat16 in models of float32 too
+    "SGLANG_CI_SMALL_KV_SIZE": "4096",  # otherwise the draft pool takes half of the memory
+    "SGLANG_JAX_CONV_STATE_DTYPE": "float32",  # the default is bfloat16, even in float32 models
     "XLA_FLAGS": "",
 }
 GENERATE = """
@@ -94,7 +94,7 @@ def environment(devices: int) -> dict[str, str]:
 
 
 def prompts() -> list[list[int]]:
-    """Prompts of several lengths; two of them begin alike, for more than two pages."""
+    """Prompts of several lengths; two share a prefix of more than two pages."""
     rng = np.random.default_rng(0)
     found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
     return [*found, found[2][:40] + found[0]]
@@ -102,7 +102,7 @@ def prompts() -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A checkpoint, and how the judge continues the prompts."""
+    """A checkpoint, and how the NumPy reference (the judge) continues the prompts."""
 
     config: dict
     folder: str
@@ -110,7 +110,7 @@ class Judged:
     tokens: list[list[int]]
 
     def logprobs(self, precision: object = np.float64, **changes: object) -> list[list[float]]:
-        """Of the judge's tokens, with another precision or configuration."""
+        """Return the judge's log probabilities, with another precision or configuration."""
         config = {**self.config, **changes}
         return [
             numpy_model.logprobs(config, self.weights, prompt + tokens, COUNT, precision)
@@ -155,11 +155,11 @@ def run(
     said: str = "",
     **engine: object,
 ) -> list[tuple[list[int], list[float]]]:
-    """The engine's tokens and their log probabilities, of each prompt.
+    """Run the engine, and return tokens and their log probabilities for each prompt.
 
-    The engine is given the prompts twice; the second time it has their pages. `sampling`: how each
-    prompt is sampled, if it is not greedily; `said`: what the engine must have logged, as a regular
-    expression.
+    The engine serves the prompts twice, the second time from its prefix cache. `sampling` has the
+    sampling parameters of each prompt, greedy by default. `said` is a regular expression that the
+    engine's log must match.
     """
     with start(folder, devices, texts, count, sampling, **engine) as process:
         try:
@@ -184,7 +184,7 @@ def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]
 
 @contextlib.contextmanager
 def server(folder: str, tmp_path, *flags: str, devices: int = 1) -> Iterator[str]:
-    """The host's server with jattn, whose scheduler is a process of its own; its address."""
+    """Run the host's server with jattn, its scheduler in a separate process; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -215,15 +215,15 @@ def server(folder: str, tmp_path, *flags: str, devices: int = 1) -> Iterator[str
 
 
 def ask(address: str, **fields: object) -> tuple[int, dict]:
-    """The status and body of a server's answer to a request, greedy unless told otherwise.
+    """Send a request, greedy by default, and return the response's status and body.
 
-    Fields are those of sampling, but for those in `NOT_OF_SAMPLING`.
+    Fields are sampling parameters, except those in `NOT_OF_SAMPLING`.
     """
     return post(address, "generate", asked(**fields))
 
 
 def asked(**fields: object) -> dict[str, object]:
-    """A request for an answer to the first prompt, unless told otherwise."""
+    """Return a request for a completion, of the first prompt by default."""
     given = {} if "text" in fields else {"input_ids": fields.pop("input_ids", prompts()[0])}
     given |= {name: fields.pop(name) for name in NOT_OF_SAMPLING if name in fields}
     sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True, **fields}
@@ -231,7 +231,7 @@ def asked(**fields: object) -> dict[str, object]:
 
 
 def post(address: str, path: str, body: dict[str, object]) -> tuple[int, Any]:
-    """The status and body of a server's answer."""
+    """Send a request, and return the response's status and body."""
     try:
         with send(address, path, body) as answer:
             return answer.status, json.loads(answer.read() or "null")
@@ -243,7 +243,7 @@ def post(address: str, path: str, body: dict[str, object]) -> tuple[int, Any]:
 
 
 def stream(address: str, **fields: object) -> list[dict]:
-    """The parts of an answer, each with all that came before."""
+    """Return the events of a streamed response, each with all text so far."""
     with send(address, "generate", {**asked(**fields), "stream": True}) as answer:
         lines = [line.decode().strip().removeprefix("data: ") for line in answer]
     return [json.loads(line) for line in lines if line and line != "[DONE]"]

@@ -1,6 +1,7 @@
-"""A stand-in for tpu-inference and vLLM, as far as jattn's integration knows their modules.
+"""A stand-in for the modules of tpu-inference and vLLM that jattn's integration uses.
 
-A test file has its fixture by `host = stand_in_host.host`.
+A docstring "The host's `X`" means tpu-inference's. A test file gets the fixture by
+`host = stand_in_host.host`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Backends(enum.Enum):
 
     @classmethod
     def forget(cls, name: str) -> None:
-        """As if this process had not loaded vLLM's plugins."""
+        """Remove a member, as if this process had not loaded vLLM's plugins."""
         del cls._value2member_map_[cls._member_map_.pop(name).value]
 
 
@@ -76,7 +77,7 @@ class Platform:
 
 @dataclasses.dataclass
 class Sampling:
-    """vLLM's `SamplingParams`, as far as jattn reads it."""
+    """The fields of vLLM's `SamplingParams` that jattn reads."""
 
     temperature: float = 1.0
     seed: int | None = None
@@ -99,7 +100,7 @@ class Sampling:
 
 
 class ValidationError(Exception):
-    """Its `VLLMValidationError`, for which a server answers 400."""
+    """vLLM's `VLLMValidationError`, which a server turns into status 400."""
 
 
 class Processor:
@@ -119,7 +120,7 @@ class Processor:
 
 
 class HostWorker:
-    """Its `TPUWorker`."""
+    """The host's `TPUWorker`."""
 
     distributed_init_method, rank = "tcp://10.0.0.1:4321", 1
     parallel_config = SimpleNamespace(placement_group=SimpleNamespace(bundle_specs=[{}, {}]))
@@ -129,14 +130,14 @@ class HostWorker:
 
 
 def apply_act_fn(both, name):
-    """The host's, which finds gates and the rest by a function of its module."""
+    """The host's `apply_act_fn`, which splits gates from the rest by a function of its module."""
     gmm = sys.modules[GMM]
     gates, rest = gmm.deinterleave_lane(both)
     return {"relu": jax.nn.relu}[name](gates) * rest
 
 
 class LayerImpl:
-    """Its `PallasAttentionBackendImpl`, of one layer."""
+    """The host's `PallasAttentionBackendImpl` of one layer."""
 
     def __init__(self, cap=None, attn_type="decoder"):
         self.logits_soft_cap, self.attn_type = cap, attn_type
@@ -158,7 +159,7 @@ class UnsupportedArchitectureError(ValueError):
 
 
 def apply_experts(layer, x, gating_output, weights, moe_backend, mesh, extra_backend_kwargs):
-    """Its `moe_apply`: what experts are given, their weights, and which they are."""
+    """The host's `moe_apply`: return inputs of the experts, their weights, and their ids."""
     gmm = sys.modules[f"{COMMON}.fused_moe_gmm"]
     scores = gmm.apply_scoring_fn(layer.scoring_func, gating_output)
     ids = extra_backend_kwargs.get("hash_based_topk_indices")
@@ -171,7 +172,7 @@ def apply_experts(layer, x, gating_output, weights, moe_backend, mesh, extra_bac
 
 
 def refuse_config(config):
-    """Its check of a configuration, which takes processes of its own kind only."""
+    """The host's check of a configuration, which accepts only its own kind of processes."""
     raise ValueError("forked processes only")
 
 
@@ -179,7 +180,7 @@ TPU_OPTIONS = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd_conse
 
 
 class Eagle3Proposer:
-    """Its class of this name, whose step is compiled for TPUs."""
+    """The host's class of this name, whose step is compiled with options for TPUs."""
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3), compiler_options=TPU_OPTIONS)
     def _propose(self, kv_caches, num_speculative_tokens, layer_name_to_kvcache_index):
@@ -187,7 +188,7 @@ class Eagle3Proposer:
 
 
 class DFlashProposer:
-    """Its class of this name."""
+    """The host's class of this name."""
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=TPU_OPTIONS)
     def _propose(self, kv_caches):
@@ -201,7 +202,7 @@ class DFlashProposer:
 )
 @dataclasses.dataclass
 class SamplingOfBatch:
-    """Its `TPUSupportedSamplingMetadata`."""
+    """The host's `TPUSupportedSamplingMetadata`."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -210,12 +211,12 @@ class SamplingOfBatch:
 
 
 def segments(counts, total):
-    """Its `_get_segment_info`, of which jattn takes the first half."""
+    """The host's `_get_segment_info`, of which jattn uses the first result."""
     return jnp.repeat(jnp.arange(counts.shape[0]), counts, total_repeat_length=total), None
 
 
 def transform(logits, sampling):
-    """Its `_apply_sampling_transforms`, without `top_p`."""
+    """The host's `_apply_sampling_transforms`, without `top_p`."""
     logits = logits / sampling.temperature[:, None]
     ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
     dropped = (sampling.top_k[:, None] > 0) & (ranks >= sampling.top_k[:, None])
@@ -224,7 +225,7 @@ def transform(logits, sampling):
 
 @dataclasses.dataclass
 class Request:
-    """Its `CachedRequestState`."""
+    """The host's `CachedRequestState`."""
 
     req_id: str
     prompt_token_ids: list[int]
@@ -237,7 +238,7 @@ class Request:
 
 
 class Batch:
-    """Its `InputBatch`, which makes an array for each request that asks for log-probabilities."""
+    """The host's `InputBatch`: makes an array for each request that asks for log probabilities."""
 
     def __init__(self):
         self.num_prompt_logprobs = {}
@@ -249,7 +250,7 @@ class Batch:
 
 
 class BatchManager:
-    """Its `PersistentBatchManager`."""
+    """The host's `PersistentBatchManager`."""
 
     def __init__(self, requests, input_batch=None):
         self.requests, self.input_batch = requests, input_batch
@@ -265,7 +266,7 @@ class BatchManager:
 
 
 class ModelRunner:
-    """Its `TPUModelRunner`, with a model that was loaded as a test says."""
+    """The host's `TPUModelRunner`, with a model that the test chooses."""
 
     def __init__(self, model_config, is_pooling_model=False, embed_multimodal_fn=None):
         self.model_config, self.is_pooling_model = model_config, is_pooling_model
@@ -287,7 +288,7 @@ class ModelRunner:
 
 
 class ImageModel:
-    """One of its JAX models of images, in which 9 is an image's token."""
+    """A JAX model of the host that takes images, where token 9 stands for an image."""
 
     def embed_input_ids(self, input_ids, multimodal_embeddings=None, *, is_multimodal=None):
         text = jnp.stack([input_ids, -input_ids], axis=1).astype(jnp.float32)
@@ -301,7 +302,7 @@ class ImageModel:
 
 
 class VllmImageModel:
-    """vLLM's model of images."""
+    """A model of vLLM that takes images."""
 
     def iter_mm_grid_thw(self, mm_features):
         yield from (self.config, *mm_features)
@@ -312,7 +313,7 @@ class VllmImageModel:
 
 
 class MaskManager:
-    """Its `StructuredDecodingManager`, which takes masks for sorted by the requests' names."""
+    """The host's `StructuredDecodingManager`, which assumes masks are sorted by request name."""
 
     def __init__(self, runner):
         self.runner = runner
@@ -324,7 +325,7 @@ class MaskManager:
 
 @dataclasses.dataclass(eq=False)
 class Host:
-    """The state of the stand-in: what it was told, and what a test makes it answer."""
+    """The state of the stand-in: what jattn registered, and what a test makes it return."""
 
     config: object = None  # the current `VllmConfig`
     chips: int = 0
@@ -332,14 +333,14 @@ class Host:
     has_jax_model: bool = True
     version: str = tpu_inference.TESTED
     told: dict[str, dict] = dataclasses.field(default_factory=dict)
-    noted: list | None = None  # the experts of a step's layers; empty where none are asked for
-    functions: dict[str, object] = dataclasses.field(default_factory=dict)  # of torch, in JAX
+    noted: list | None = None  # routed experts of a step's layers; empty if nobody asks for them
+    functions: dict[str, object] = dataclasses.field(default_factory=dict)  # torch's, in JAX
 
     def register(self, name, **given):
         self.told[name] = given
 
     def start(self, **changes):
-        """Ask jattn for its backend, with `config(**changes)`; jattn refuses here what it must."""
+        """Ask jattn for its backend with `config(**changes)`, where jattn refuses settings."""
         self.config = config(**changes)
         return self.told["jattn"]["attention"]()
 
@@ -357,7 +358,7 @@ class Host:
         return SimpleNamespace(vllm_config=config, expert_indices_list=self.noted)
 
 
-Modules = dict[str, dict[str, object]]  # what each module that has no modules below it defines
+Modules = dict[str, dict[str, object]]  # the names that each leaf module defines
 IMAGES, GEMMA = "Qwen2_5_VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
 COMMON = "tpu_inference.layers.common"
 TORCH = "tpu_inference.layers.vllm"
@@ -417,7 +418,7 @@ def serving_modules(host: Host) -> Modules:
 
 
 def layer_modules(host: Host) -> Modules:
-    """Modules of tpu-inference that compute, and the kernel of tokamax that they call."""
+    """Modules of tpu-inference that compute, and the tokamax kernel that they call."""
     return {
         f"{COMMON}.attention_backend": {
             "AttentionBackend": object,
@@ -491,7 +492,7 @@ def install(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**changes: object) -> SimpleNamespace:
-    """A vLLM configuration that jattn serves, but for `changes`."""
+    """Return a vLLM configuration that jattn accepts, with `changes`."""
     values = {
         "cache_dtype": "auto",
         "decode_context_parallel_size": 1,
@@ -562,9 +563,9 @@ def config(**changes: object) -> SimpleNamespace:
 
 @pytest.fixture
 def host(monkeypatch):
-    """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
+    """Install stand-ins of modules of tpu-inference and vLLM, and return their state."""
     host = Host()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # taken back after the test
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # undone after the test
     modules = {**serving_modules(host), **layer_modules(host), **vllm_modules(host)}
     install(modules, monkeypatch)
     version = importlib.metadata.version

@@ -1,6 +1,7 @@
-"""sglang-jax as far as jattn knows it: the parts of it that start an engine, with a fixture.
+"""A stand-in for sglang-jax: the modules that start an engine, and a fixture.
 
-A test file has its fixture by `host = stand_in_sglang.host`.
+A docstring that is only a name is the host's name of the class. A test file gets the fixture by
+`host = stand_in_sglang.host`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.support import stand_in_sglang_answers
 
 
 class Serving:
-    """What answers clients of OpenAI's."""
+    """`OpenAIServingBase`, the OpenAI-compatible API."""
 
     def _validate_request(self, request):
         return None
@@ -32,7 +33,7 @@ class Serving:
 
 
 class Grammar:
-    """The state of one grammar, whose next token is the one it is named after."""
+    """The state of one grammar, which allows only the token it is named after."""
 
     def __init__(self, token):
         self.token, self.finished, self.bitmask = token, False, None
@@ -50,7 +51,7 @@ class Grammar:
 
 
 class Grammars:
-    """What compiles grammars, and keeps them."""
+    """`BaseGrammarBackend`, which compiles grammars and keeps them."""
 
     def __init__(self):
         self.cache, self.compiled = {}, []
@@ -61,7 +62,7 @@ class Grammars:
 
 
 class SamplingInfo:
-    """The rows of a step, some of which have grammars."""
+    """`ModelWorkerSamplingInfo`: the rows of a step, some of which have grammars."""
 
     def __init__(self, grammars, count):
         self.grammars, self.count, self.vocab_mask = grammars, count, None
@@ -77,7 +78,7 @@ class SamplingInfo:
 
 
 class Runner:
-    """`ModelRunner`, with `server_args` and a configuration of defaults but for `changes`."""
+    """`ModelRunner`, with default `server_args` and configuration except for `changes`."""
 
     def __init__(self, **changes):
         self.use_mla_backend = changes.pop("use_mla_backend", False)
@@ -180,16 +181,16 @@ class Tokenizer:
 
 
 def choose(args):
-    """Its function that samples, after it has divided by the temperature: how many tokens are left.
+    """The host's sampling after division by the temperature; returns how many tokens are left.
 
-    Those of a probability of at least 1 - top_p.
+    These are the tokens with a probability of at least 1 - top_p.
     """
     logits, _, _, top_p, *_ = args
     return (jax.nn.softmax(logits) >= 1 - top_p[:, None]).sum(-1)
 
 
 class Backend:
-    """An attention backend: it calls what its module then has under the name of its kernel."""
+    """An attention backend: it calls whatever its module holds under the name of its kernel."""
 
     module, name = None, ""
 
@@ -201,13 +202,13 @@ class Backend:
 
 
 def subclass(name, base, /, **values):
-    """A class with a name of the host's, a new one for each test: jattn changes it."""
+    """Make a class under the host's name, new for each test because jattn patches it."""
     return type(name, (base,), values)
 
 
 @pytest.fixture
 def host(monkeypatch):
-    """Modules of sglang-jax as far as jattn knows them."""
+    """Install stand-ins of the modules of sglang-jax that jattn uses."""
     runner, server_args = subclass("ModelRunner", Runner), subclass("ServerArgs", Args)
     tokenizer = subclass("TokenizerManager", Tokenizer)
     backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")

@@ -1,4 +1,4 @@
-"""sglang-jax as far as jattn knows it: the parts of it that take requests and send answers."""
+"""A stand-in for sglang-jax: the classes that take requests and send responses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Info:
 
 
 class Sender:
-    """What of `Scheduler` sends answers."""
+    """The part of `Scheduler` that sends responses."""
 
     def __init__(self):
         self.sent = []
@@ -133,7 +133,7 @@ def materialize(values, lens_per_dp=None):
 
 
 class Detokenizer:
-    """`DetokenizerManager`, whose tokens are bytes, and 0 is special."""
+    """`DetokenizerManager`, with bytes as tokens and 0 as a special one."""
 
     def __init__(self, module):
         self.module, self.decode_status, self.calls = module, {}, []
@@ -209,7 +209,7 @@ class Sent:
 
 
 def received(**requests):
-    """Requests by name: tokens, what ended them, and whether special tokens are left out."""
+    """Receive requests by name: tokens, what ended them, whether special tokens are skipped."""
     rows = list(requests.values())
     count = len(rows)
     return Received(
@@ -276,7 +276,7 @@ class Rotary:
 
 
 class Scheduler:
-    """What of `Scheduler` reads what it is sent."""
+    """The part of `Scheduler` that reads its messages."""
 
     def __init__(self):
         self.pd, self.last_batch, self.done = "", None, []
@@ -293,14 +293,14 @@ class Scheduler:
 
 
 class Adapter:
-    """`LoRAConfig`, which reads a file of its path; here the path is what is in it."""
+    """`LoRAConfig`, which reads a file at its path; here the path itself is the content."""
 
     def __init__(self, path):
         self.hf_config = path
 
 
 class Counter:
-    """A penalizer: what it has counted, a row per request."""
+    """A penalizer and its counts, a row per request."""
 
     def __init__(self, count, name):
         self.name = name
@@ -311,7 +311,7 @@ class Counter:
 
 
 class Sampling:
-    """`SamplingBatchInfo`, of one prefill."""
+    """`SamplingBatchInfo` of one prefill."""
 
     kinds = None
 
@@ -325,7 +325,7 @@ class Sampling:
 
 
 def modules(subclass):
-    """Modules by name, with classes of their own for a test."""
+    """Return modules by name, with new classes for each test."""
     batch, processor = types.ModuleType("schedule_batch"), types.ModuleType("processor")
     batch.Req, batch.ScheduleBatch = subclass("Req", Request), subclass("ScheduleBatch", Batch)
     batch.FINISH_MATCHED_TOKEN = lambda matched: matched

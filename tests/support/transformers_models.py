@@ -12,7 +12,7 @@ from tests.support.families import Family
 
 MARKS = [
     pytest.mark.transformers,
-    pytest.mark.filterwarnings("ignore"),  # those of torch and transformers are not ours to mend
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers warn, which we cannot fix
 ]
 WHY = "needs torch and transformers: pip install '.[conformance]'"
 BRIDGE = "jattn.integrations.transformers"
@@ -20,7 +20,7 @@ BRIDGE = "jattn.integrations.transformers"
 
 @pytest.fixture(scope="module")
 def libraries():
-    """torch, transformers and what transformers calls; tests are skipped where one is missing."""
+    """Yield torch, transformers and jattn's attention for it; skip if a package is missing."""
     torch = pytest.importorskip("torch", reason=WHY)
     transformers = pytest.importorskip("transformers", reason=WHY)
     transformers.logging.set_verbosity_error()
@@ -35,13 +35,13 @@ def libraries():
 
 
 def make_model(torch, transformers, family: Family):
-    """A random model whose attention is neither flat nor one-hot: weights of unit gain."""
+    """Make a random model with weights of unit gain: attention is neither flat nor one-hot."""
     config = transformers.AutoConfig.for_model(family.model_type, **family.settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    model.set_experts_implementation("eager")  # the one that can run in float64
+    model.set_experts_implementation("eager")  # the only one that runs in float64
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -59,7 +59,7 @@ def make_model(torch, transformers, family: Family):
 
 
 def read(torch, model, text, chunks) -> np.ndarray:
-    """Logits after every token of `text` [B, n], fed in chunks with a cache."""
+    """Return logits after every token of `text` [B, n], fed in chunks with a cache."""
     logits, cache, done = [], None, 0
     with torch.no_grad():
         for count in chunks:

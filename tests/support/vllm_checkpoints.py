@@ -1,4 +1,4 @@
-"""Checkpoints as vLLM's host wants them."""
+"""Checkpoints in the form that vLLM's host expects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pathlib
 
 
 def publish_gemma4(folder: pathlib.Path) -> None:
-    """Make a Gemma 4 of text what the published ones are to the host's JAX model.
+    """Change a text-only Gemma 4 into the form of published checkpoints, for the host's JAX model.
 
-    Its configuration is a `text_config`, and layers that share keys have weights for keys, too,
+    Its configuration becomes a `text_config`, and layers that share keys get weights for keys,
     which nothing reads.
     """
     import safetensors.numpy

@@ -1,7 +1,7 @@
-"""Draft models for random checkpoints, which know what follows a token in given answers.
+"""Draft models for random checkpoints, which know what follows each token in given completions.
 
-A draft that is never accepted shows nothing of what follows an acceptance, and one that always is
-nothing of a rejection. These read the last token alone, and say what followed it first.
+If drafts were never accepted, a test would not cover what follows an acceptance; if always, what
+follows a rejection. These models read only the last token, and propose what first followed it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 Weights = dict[str, np.ndarray]
-HEADS, HEAD_DIM, INNER = 2, 64, 32  # of drafts that attend to keys of their own
+HEADS, HEAD_DIM, INNER = 2, 64, 32  # of draft models with their own keys
 HIDDEN = HEADS * HEAD_DIM
 
 
 def followers(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[int, int]:
-    """What first follows a token in answers, for every token that has something after it."""
+    """Return the first follower in completions of every token that has one."""
     found: dict[int, int] = {}
     for prompt, answer in zip(prompts, answers, strict=True):
         for token, after in zip([prompt[-1], *answer], answer, strict=False):
@@ -30,7 +30,7 @@ def followers(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 def eagle3(folder: pathlib.Path, target: str, after: dict[int, int]) -> None:
     """Save a layer whose queries find their own key, and whose values are embeddings.
 
-    It has half of the vocabulary: what it cannot say is rejected.
+    It has half of the vocabulary: tokens outside it cannot be proposed, so they cause rejections.
     """
     _, weights = _read(target)
     embeddings = weights["model.embed_tokens.weight"]
@@ -65,9 +65,9 @@ def eagle3(folder: pathlib.Path, target: str, after: dict[int, int]) -> None:
 
 
 def dflash(folder: pathlib.Path, target: str, after: dict[int, int], layers: list[int]) -> None:
-    """Save a layer whose queries see all keys alike, of which one has a value: the last token's.
+    """Save a layer that weighs all keys equally; only the last token's value is not zero.
 
-    So it says the same at every position. `layers` are those of the target that it reads.
+    So it proposes the same at every position. `layers` are the target's layers that it reads.
     """
     _, weights = _read(target)
     embeddings, said = weights["model.embed_tokens.weight"].copy(), _said(weights, after)
@@ -100,7 +100,7 @@ def dflash(folder: pathlib.Path, target: str, after: dict[int, int], layers: lis
 
 
 def mtp(folder: pathlib.Path, target: str, after: dict[int, int]) -> None:
-    """Save the target with one more layer, as GLM-4-MoE and DeepSeek have it."""
+    """Save the target with one more layer, as in GLM-4-MoE and DeepSeek."""
     config, weights = _read(target)
     last = config["num_hidden_layers"] - 1
     added, said = f"model.layers.{last + 1}", _said(weights, after)
@@ -131,7 +131,7 @@ def mimo(folder: pathlib.Path, target: str, after: dict[int, int]) -> None:
 
 
 def gemma4(folder: pathlib.Path, target: str, after: dict[int, int]) -> None:
-    """Save a window's layer and a global one that attend to what the target has cached."""
+    """Save a sliding-window layer and a global one that attend to the target's caches."""
     config, weights = _read(target)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rng = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def _named(layer: str, weights: Weights) -> Weights:
 
 
 def _quieter(weights: Weights, layer: str, name: str) -> Weights:
-    """A layer under another name, that adds little to what it is given."""
+    """Return a layer under another name, scaled so that it adds little to its input."""
     found = {}
     for key, x in weights.items():
         if key.startswith(f"{layer}."):
@@ -220,24 +220,24 @@ def _quieter(weights: Weights, layer: str, name: str) -> Weights:
 
 
 def _said(weights: Weights, after: dict[int, int]) -> np.ndarray:
-    """A matrix that turns a token's normalized embedding into what the head says is next."""
+    """Return a matrix from a token's normalized embedding to a hidden state of its follower."""
     embeddings = weights["model.embed_tokens.weight"]
     head = _normalized(weights.get("lm_head.weight", embeddings))
     return 100 * _solve(_normalized(embeddings)[[*after]], head[[*after.values()]])
 
 
 def _normalized(rows: np.ndarray) -> np.ndarray:
-    """Rows of a mean square of 1, as RMS norms make them."""
+    """Scale rows to a mean square of 1, as RMS norms do."""
     return rows / np.sqrt(np.square(rows).mean(1, keepdims=True))
 
 
 def _solve(given: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The matrix that makes rows of `wanted` of rows of `given`, or comes close."""
+    """Return the matrix that maps rows of `given` to rows of `wanted`, by least squares."""
     return np.linalg.lstsq(given, wanted, rcond=None)[0].T
 
 
 def _read(target: str) -> tuple[dict[str, Any], Weights]:
-    """A checkpoint's configuration and weights."""
+    """Return a checkpoint's configuration and weights."""
     import safetensors.numpy
 
     folder = pathlib.Path(target)

@@ -1,4 +1,4 @@
-"""Generation by vLLM on JAX and by transformers: each in a process of its own.
+"""Generation by vLLM on JAX and by transformers, each in a separate process.
 
 `main` prints a line of JSON after `RESULT`. The host changes how JAX and torch behave, so it never
 shares a process with tests.
@@ -26,7 +26,7 @@ from tests.support.processes import answers
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOOT = "from tests.support import vllm_host; vllm_host.main()"
-SETTINGS = {  # for a machine without TPUs, network and patience
+SETTINGS = {  # no TPUs, no network, and nothing compiled in advance
     "HF_HUB_OFFLINE": "1",
     "JAX_PLATFORMS": "cpu",
     "SKIP_JAX_PRECOMPILE": "1",
@@ -34,7 +34,7 @@ SETTINGS = {  # for a machine without TPUs, network and patience
 }
 ADAPTER, RANK = "adapter", 8
 ADAPTED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-SMALL = {  # an engine that prefills in chunks, and with more blocks than it needs
+SMALL = {  # an engine that prefills in chunks and has more blocks than it needs
     "block_size": 16,
     "dtype": "float32",
     "max_model_len": 256,
@@ -46,7 +46,7 @@ SMALL = {  # an engine that prefills in chunks, and with more blocks than it nee
 
 
 def prompts() -> list[list[int]]:
-    """Of 1 to 91 tokens; two of them begin alike, for over four blocks or one of Qwen3-Next."""
+    """Prompts of 1 to 91 tokens; two share more than four blocks, or one of Qwen3-Next's."""
     rng = np.random.default_rng(0)
     found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
     return [*found, found[2][:70] + found[0], [7]]
@@ -56,12 +56,12 @@ def prompts() -> list[list[int]]:
 def server(
     folder: str, *flags: str, nodes: int = 0, environment: dict[str, str] | None = None
 ) -> Iterator[str]:
-    """`vllm serve` of a checkpoint with jattn, in processes of its own; yields its address.
+    """Run `vllm serve` on a checkpoint with jattn, in separate processes; yield its address.
 
     Args:
       folder: the checkpoint, with a tokenizer.
       *flags: on top of those in `SMALL`.
-      nodes: of Ray, that this machine plays and the workers are on; 0 leaves Ray out.
+      nodes: how many Ray nodes this machine simulates, for the workers; 0 runs without Ray.
       environment: on top of `SETTINGS`.
     """
     everywhere = {**os.environ, "XLA_FLAGS": "", **SETTINGS, **(environment or {})}
@@ -72,7 +72,7 @@ def server(
 
 @contextlib.contextmanager
 def _ray(count: int, environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Nodes of Ray in processes of their own; yields the variable that says where they are."""
+    """Start Ray nodes in separate processes; yield the variable that holds their address."""
     with subprocess.Popen(
         [sys.executable, "-c", BOOT, json.dumps({"part": "nodes", "count": count})],
         env=environment,
@@ -91,7 +91,7 @@ def _ray(count: int, environment: dict[str, str]) -> Iterator[dict[str, str]]:
         try:
             yield {"RAY_ADDRESS": line.split()[1]}
         finally:
-            process.stdin.close()  # ends them
+            process.stdin.close()  # stops them
 
 
 @contextlib.contextmanager
@@ -130,10 +130,10 @@ def _server(folder: str, flags: tuple[str, ...], environment: dict[str, str]) ->
 
 
 def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -> Any:
-    """The result of a part, run in a process of its own.
+    """Run a part in a separate process and return its result.
 
     Args:
-      part: `judge` or `generate`, or one of these and "images".
+      part: a name in `parts` of `main`, such as `judge`, `generate` or `generate images`.
       environment: on top of `SETTINGS`.
       **given: the part's arguments.
     """
@@ -148,7 +148,7 @@ def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     said = f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"  # the host logs to both
-    assert lines, f"{part} ended with {done.returncode}: {said}"
+    assert lines, f"{part} exited with {done.returncode}: {said}"
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
@@ -166,23 +166,24 @@ def judge(
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
-    Its tokenizer is of numbers, for a server that wants one.
+    Also save a tokenizer whose words are numbers, for servers that need one.
 
     Args:
-      folder: where to; made by the caller.
-      model_type, settings: of `transformers.AutoConfig`.
-      prompts, count: as `generate`.
-      without: settings that take a feature away.
-      stored: the dtype of the checkpoint, whose weights the judge has, too.
-      packed: experts are stored, and computed with, as MXFP4.
-      cached: the dtype of torch that keys and values are rounded to, as in a cache of it; of a
-        model with latents, these and the part of keys that is rotated.
-      adapted: a LoRA adapter is saved in the folder `ADAPTER` of it, and the judge has it merged.
+      folder: where to save; created by the caller.
+      model_type, settings: for `transformers.AutoConfig`.
+      prompts, count: as in `generate`.
+      without: settings that turn a feature off.
+      stored: the dtype of the checkpoint; the judge has the same rounded weights.
+      packed: whether experts are stored, and computed, as MXFP4.
+      cached: the torch dtype that keys and values are rounded to, as in a cache of that dtype. For
+        a model with latents, latents and the rotated part of keys are rounded.
+      adapted: whether to save a LoRA adapter in the folder `ADAPTER` below, and merge it into the
+        judge.
 
     Returns:
-      `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
-      best logit is ahead at least; `rounding`, the most by which a computation in bfloat16 is off
-      in a log probability; and `bite`, the most by which `without` changes one.
+      `tokens`, a list per prompt, and their log probabilities `logprobs`; `margin`, the smallest
+      lead of a best logit; `rounding`, the largest error of a log probability computed in bfloat16;
+      and `bite`, the largest change of one by `without`.
     """
     import torch
     import transformers
@@ -236,9 +237,9 @@ def judge(
 
 
 def _round_cached(model_type: str, dtype: Any, latent: int | None) -> None:
-    """Have transformers round keys and values to a dtype of torch, as a cache of it would.
+    """Make transformers round keys and values to a torch dtype, as a cache of it would.
 
-    Of a model with latents, `latent` numbers each, these and the part of keys that is rotated.
+    For a model with latents (of `latent` numbers), round these and the rotated part of keys.
     """
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
@@ -271,7 +272,7 @@ def _round_cached(model_type: str, dtype: Any, latent: int | None) -> None:
 
 
 def _save_tokenizer(folder: str, vocab_size: int) -> None:
-    """Save a tokenizer whose words are the numbers of the tokens."""
+    """Save a tokenizer whose words are token ids."""
     import tokenizers
     import transformers
 
@@ -316,14 +317,14 @@ def generate(
 ) -> dict[str, Any]:
     """Continue prompts greedily with vLLM's own engine in this process.
 
-    With `nodes`, its workers are in processes of their own, on so many nodes of Ray that this
-    machine plays. `adapted` says which prompts are continued with the adapter of the folder.
+    With `nodes`, its workers run in separate processes, on that many Ray nodes that this machine
+    simulates. `adapted` says which prompts use the adapter in the folder.
 
     Returns:
-      `tokens`, a list per prompt; with `logprobs` their log probabilities, too; with a
-      `speculative_config` how many tokens were `drafted` and `accepted`; with one of them `cached`,
-      how many tokens of each prompt were found in the pools; or `error`, what the engine raised as
-      it started.
+      `tokens`, a list per prompt. With `logprobs`, their log probabilities too. With a
+      `speculative_config`, how many tokens were `drafted` and `accepted`. With either of these,
+      `cached`, how many tokens of each prompt were found in the pools. Or `error`, what the engine
+      raised when it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with contextlib.ExitStack() as stack:
@@ -335,10 +336,10 @@ def generate(
 
 
 def nodes(count: int) -> None:
-    """Start nodes of Ray, each with what the host takes for a host of one TPU.
+    """Start Ray nodes, each with resources that vLLM takes for a machine with one TPU.
 
-    Prints a line `NODES ADDRESS`, and ends them when the input ends. In a process of its own: the
-    host's threads would connect to them again while they end.
+    Prints a line `NODES ADDRESS`, and stops the nodes when standard input closes. It needs its own
+    process: vLLM's threads would reconnect to the nodes while they stop.
     """
     from ray.cluster_utils import Cluster
 
@@ -398,7 +399,7 @@ def _generate(
 
 
 def main() -> None:
-    """Run the part that the command line asks for, and end the process."""
+    """Run the part that the command line asks for, and exit."""
     from tests.support import vllm_images, vllm_requests
 
     parts = {"judge": judge, "generate": generate, "nodes": nodes}
@@ -410,4 +411,4 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     found = parts[asked.pop("part")](**asked)
     print("RESULT", json.dumps(found), flush=True)
-    os._exit(0)  # the host's own end raises (0.32.0)
+    os._exit(0)  # a normal exit of the host raises (0.32.0)

@@ -1,6 +1,6 @@
-"""Small models that see images, continued by vLLM on JAX and by transformers.
+"""Prompts with images, continued by small models in vLLM on JAX and in transformers.
 
-Parts of `vllm_host.main`, each run in a process of its own.
+These are parts of `vllm_host.main`, each run in a separate process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-COUNT = 8  # tokens of an answer
+COUNT = 8  # tokens of a completion
 PROMPT = "5 6 <|vision_start|><|image_pad|><|vision_end|> 7 8 9"
 SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
-# Prompts without an image that have its tokens: its start and its own, and its start at the end.
+# Prompts without an image that contain its tokens, such as its start token at the end.
 LOOKALIKES = ([5, 93, 6, 90, 93, 7], [8, 94, 9, 93], [10, 90])
 GEMMA_PROMPT = "5 6 <image> 7 8 9"
 GEMMA_TEXTS = ([11, 12, 13, 14],)
@@ -65,7 +65,7 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     "tie_word_embeddings": False,
 }
-VISION = {  # of two layers, the first of which sees windows of four by four patches
+VISION = {  # two layers, the first of which attends within windows of four by four patches
     "depth": 2,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -77,7 +77,7 @@ VISION = {  # of two layers, the first of which sees windows of four by four pat
 
 
 def _images() -> list[Any]:
-    """Of 8 by 6 patches: neither a whole tile of tokens nor whole windows."""
+    """Images of 8 by 6 patches: neither a whole tile of tokens nor whole windows."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -114,7 +114,7 @@ def judge(folder: str) -> dict[str, Any]:
 
 
 def judge_gemma(folder: str) -> dict[str, Any]:
-    """As `judge`, of a random Gemma 4 with embeddings per layer, after `GEMMA_TEXTS`."""
+    """Like `judge`, with a random Gemma 4 with per-layer embeddings, and `GEMMA_TEXTS`."""
     import transformers
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
     from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
@@ -149,7 +149,7 @@ def judge_gemma(folder: str) -> dict[str, Any]:
 
 
 def _tokenizer(special: tuple[str, ...], **more: Any) -> Any:
-    """One whose words are the numbers of the tokens, but for the last ones."""
+    """Return a tokenizer whose words are token ids, except for the special tokens at the end."""
     import tokenizers
     import transformers
 
@@ -172,7 +172,7 @@ def _continue(
     prompt: str,
     texts: tuple[list[int], ...],
 ) -> dict[str, Any]:
-    """Save a random model and its processor, and continue texts, and a prompt with each image."""
+    """Save a random model and its processor; continue texts, then a prompt with each image."""
     import torch
 
     processor.save_pretrained(folder)
@@ -208,10 +208,10 @@ def _continue(
 def generate(folder: str, engine: dict[str, Any], gemma: bool = False) -> dict[str, Any]:
     """Continue the prompts of `judge` with vLLM's own engine in this process, all at once.
 
-    With `gemma`, those of `judge_gemma`.
+    With `gemma`, continue those of `judge_gemma`.
 
-    Returns: as `judge`, and `video`, what the engine says of a video instead of an image; or
-      `error`, what it raised as it started.
+    Returns: as `judge`, and `video`, the engine's error for a video instead of an image; or
+      `error`, what it raised when it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams

@@ -1,6 +1,6 @@
-"""Requests of several kinds to vLLM on JAX in one engine, and transformers' embeddings.
+"""Requests of several kinds to one engine of vLLM on JAX, and embeddings by transformers.
 
-Parts of `vllm_host.main`, each run in a process of its own.
+These are parts of `vllm_host.main`, each run in a separate process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.support import vllm_host
 
 
 def judge(folder: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """`embeddings` of prompts: the last token's hidden state in float64, of length one."""
+    """Return `embeddings` of prompts: the last hidden state in float64, scaled to length one."""
     import torch
     import transformers
 
@@ -26,7 +26,7 @@ def judge(folder: str, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def embed(folder: str, prompts: list[list[int]], engine: dict[str, Any]) -> dict[str, Any]:
-    """`embeddings` of prompts by vLLM's own engine in this process."""
+    """Return `embeddings` of prompts by vLLM's own engine in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -42,10 +42,10 @@ def ask(
     engine: dict[str, Any],
     requests: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Ask vLLM's own engine in this process for several continuations of all prompts, in turn.
+    """Continue all prompts with vLLM's own engine in this process, once per request in turn.
 
     Args:
-      requests: fields of `SamplingParams` each, on top of 6 greedy tokens; `choice` among texts
+      requests: fields of `SamplingParams`, on top of 6 greedy tokens; `choice`, a list of texts,
         stands for `structured_outputs`.
 
     Returns:
@@ -75,15 +75,15 @@ def ask_together(
     requests: list[dict[str, Any]],
     resets: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Ask vLLM's own engine in this process for a continuation of each prompt, all at once.
+    """Continue each prompt with vLLM's own engine in this process, all at once.
 
     Args:
-      requests: of each prompt, as those of `ask`.
-      resets: the steps before which the prefix cache is reset, and requests that run begin again.
+      requests: one per prompt, as in `ask`.
+      resets: steps before which the prefix cache is reset and running requests start again.
 
     Returns:
-      `tokens` of each request, the log-probabilities of its `prompt` if it asks for them, and how
-      many `preemptions` there were.
+      `tokens` of each request, the log probabilities of its `prompt` if it asks for them, and the
+      number of `preemptions`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -106,7 +106,7 @@ def ask_together(
 
 
 def _reset_before(engine: Any, resets: tuple[int, ...]) -> None:
-    """Have vLLM's engine reset its prefix cache before some steps, which are counted from 1."""
+    """Make vLLM's engine reset its prefix cache before some steps, counted from 1."""
     step, count = engine.step, 0
 
     def count_and_step() -> Any:
