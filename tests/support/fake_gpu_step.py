@@ -1,4 +1,4 @@
-"""A fake step of the first hour, without a GPU: it works, fails, hangs, loses its device or dies."""
+"""A fake step of the first hour, without a GPU: works, fails, hangs, loses its device or dies."""
 
 import os
 import sys

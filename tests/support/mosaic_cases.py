@@ -1,8 +1,8 @@
 """Small ragged batches for the Mosaic GPU kernels, and how to run them without a GPU.
 
 The interpreter steps through every barrier and copy in Python, so a case here is a handful of
-tiles: enough for a sequence that ends within a kernel block, one that is split between blocks of
-the grid, an empty one, and one that is not.
+tiles: enough for a sequence that ends within a kernel block, one that is split between grid blocks,
+an empty one, and one that is not split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEW_ENOUGH = jax.__version_info__ >= (0, 11, 2)
 needs_mosaic = pytest.mark.skipif(not NEW_ENOUGH, reason=SKIP_REASON)
 ALL = frozenset(matrix.EVERYTHING)
 LSE = frozenset({"return_lse"})
-# A problem but for its lengths.
+# All of a problem except for its lengths.
 SMALL = dict(
     num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, query_dtype="bfloat16",
     format="bfloat16", options=LSE,
@@ -35,7 +35,7 @@ SMALL = dict(
 def interpret(
     batch: problems.Batch, *, detect_races: bool = False, num_cores: int = 2, kernel: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`(out, lse)` of a batch from `kernel` or `mosaic_launch.run`, interpreted on the CPU."""
+    """Interpret `kernel`, or `mosaic_launch.run`, on the CPU; return `(out, lse)` of a batch."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from jattn.pallas.mosaic_gpu import compat as mosaic_compat
@@ -52,21 +52,21 @@ def interpret(
         _products_are_reads(),
         warnings.catch_warnings(),
     ):
-        # NumPy notes the NaN of slots that no sequence owns, in products that are masked after.
+        # NumPy warns of NaN from slots that no sequence owns, in products that are masked later.
         warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
         warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
         try:
             out, lse = jax.jit(run)(operands)
             return np.asarray(out), np.asarray(lse)
         except Exception:
-            # What a kernel that was stopped halfway leaves would fail every one after it.
+            # The state that an interrupted kernel leaves would fail every later one.
             gpu_callbacks.reset_gpu_interpret_mode_state()
             raise
 
 
 @contextlib.contextmanager
 def _races_raise() -> Iterator[None]:
-    """Races raise, which jax 0.11.2 only prints."""
+    """Raise at a race, which jax 0.11.2 only prints."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     right = gpu_callbacks.GPURaceDetectionState
@@ -80,7 +80,7 @@ def _races_raise() -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as other:  # what follows a race may be noticed too
+    except Exception as other:  # may be a consequence of a race
         error = other
     finally:
         gpu_callbacks.GPURaceDetectionState = right
@@ -92,7 +92,7 @@ def _races_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _products_are_reads() -> Iterator[None]:
-    """The race detector sees what `wgmma` reads of shared memory, which it leaves out."""
+    """Tell the race detector what `wgmma` reads from shared memory, which it does not track."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     right = gpu_callbacks.wgmma
@@ -105,7 +105,7 @@ def _products_are_reads() -> Iterator[None]:
         transforms = gpu_callbacks._remove_noop_transforms(given[name + "_transforms"])
         access = memory.access(key, jax.tree.map(int, transforms))
         if memory.detect_races:
-            with memory.lock:  # a step of the thread's own clock of what is committed
+            with memory.lock:  # advance the thread's clock of committed accesses
                 clock = memory.clocks[thread].async_smem_clock
                 clock.inc(memory.thread_to_vc_position(thread))
                 clock = clock.copy()
@@ -160,7 +160,7 @@ class Case:
         ).id
 
     def problem(self) -> problems.Problem:
-        """The batch it stands for; one KV head for large groups, two for small ones."""
+        """Return the problem: one KV head for large groups, two for small ones."""
         kv_heads = 1 if self.group > 4 else 2
         return problems.Problem(
             query_lens=(0, 1, 1, 3, 2),
@@ -179,6 +179,6 @@ class Case:
         )
 
     def batch(self) -> problems.Batch:
-        """Its arrays."""
+        """Build the arrays."""
         batch = problems.build(self.problem())
         return dataclasses.replace(batch, kwargs={**batch.kwargs, "max_query_len": 4})

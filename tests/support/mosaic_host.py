@@ -1,8 +1,8 @@
 """The host code of a Mosaic GPU kernel: descriptors for the copy engine, and the launch.
 
 Mosaic GPU compiles a function that fills tensor maps (`mosaic_gpu_init_tma_desc`) and launches the
-kernel. Here that function is interpreted as it stands in the lowered module, so that a test sees
-the boxes, strides and swizzles that a GPU would.
+kernel. This module interprets that function from the lowered module, so a test can check the boxes,
+strides and swizzles that a GPU would get.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from benchmarks.gpu import report as gpu_report
 from tests.support import ptx
 
-# Element types of `mosaic_gpu_init_tma_desc`, by their numbers in jaxlib's runtime, in bytes.
+# Bytes of the element types of `mosaic_gpu_init_tma_desc`, by their numbers in jaxlib's runtime.
 ITEM_BYTES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 8: 4, 9: 8}
 DIALECT = "stable_mosaic_gpu."
 
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """An address of the host code: an argument of the kernel, or memory of its own."""
+    """An address in the host code: in a kernel argument, or in memory of the host code itself."""
 
     owner: Any
     offset: int = 0
@@ -48,7 +48,7 @@ class Descriptor:
     swizzle: int
 
     def tensor_map(self, address: int) -> ptx.TensorMap:
-        """The map, the innermost axis first, as `cuTensorMapEncodeTiled` is given it."""
+        """Return the map with its innermost axis first, as `cuTensorMapEncodeTiled` takes it."""
         if self.strides[-1] != 1:
             raise ptx.PtxError(f"the innermost axis of {self} is not contiguous")
         return ptx.TensorMap(
@@ -63,7 +63,7 @@ class Descriptor:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A launch: its grid, cluster and shared memory, and what the parameters are."""
+    """A launch: its grid, cluster, shared memory and parameters."""
 
     grid: tuple[int, ...]
     cluster: tuple[int, ...]
@@ -72,13 +72,13 @@ class Host:
     descriptors: tuple[Descriptor, ...]
 
     def arguments(self, addresses: Sequence[int]) -> list[Any]:
-        """The kernel's parameters where its arrays have these addresses."""
+        """Return the kernel's parameters, given the addresses of its arrays."""
         maps = tuple(d.tensor_map(addresses[d.argument]) for d in self.descriptors)
         return [*(addresses[i] for i in self.pointers), *([maps] if maps else [])]
 
 
 def read(lowered: Any) -> Host:
-    """The host code of the one Mosaic GPU kernel of a lowered function."""
+    """Read the host code of the only Mosaic GPU kernel of a lowered function."""
     from jax._src.lib.mlir import ir
 
     module = lowered.compiler_ir()
@@ -97,7 +97,7 @@ def read(lowered: Any) -> Host:
 
 
 class _Interpreter:
-    """The values of a straight line of host code."""
+    """The values in straight-line host code."""
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
@@ -219,9 +219,9 @@ EFFECTS = ("memref.store", "memref.load", "memref.copy", "memref.atomic")
 
 
 def _captured(region: Any, outside: dict[Any, Any]) -> list[Any]:
-    """Values from outside that a region uses, in the order in which they become parameters.
+    """Return outside values that a region uses, in the order in which they become parameters.
 
-    Compilers first drop what nothing needs, such as the view of an array that only the copy engine
+    Like compilers, first drop unused ones, such as the view of an array that only the copy engine
     reads.
     """
     found = [op for op in _after_order(region)]
@@ -247,7 +247,7 @@ def _captured(region: Any, outside: dict[Any, Any]) -> list[Any]:
 
 
 def _after_order(region: Any) -> Iterator[Any]:
-    """Operations of a region, those inside an operation before itself."""
+    """Yield operations of a region in post-order: nested ones before the operation itself."""
     for block in region.blocks:
         for op in block.operations:
             for inner in op.operation.regions:

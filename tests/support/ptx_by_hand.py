@@ -13,10 +13,10 @@ from tests.support import ptx
 def kernel(
     body: str, parameters: Sequence[str], *, threads: int = 32, shared: int = 0, maps: int = 0
 ) -> ptx.Kernel:
-    """A kernel with registers of each kind.
+    """Parse a kernel with registers of each kind.
 
-    Its parameters are in %rd0, %rd1 and so on, the address of its tensor maps, if it has any, in
-    %rd8, of its shared memory in %r1 and the thread in %r0.
+    %rd0, %rd1 and so on hold its parameters, %rd8 the address of its tensor maps, if any, %r1 the
+    address of its shared memory, and %r0 the thread.
     """
     declared = [f".param .u64 {name}" for name in parameters]
     declared += [f".param .align 64 .b8 maps[{128 * maps}]"] * bool(maps)
@@ -45,10 +45,10 @@ def kernel(
 
 
 def lanes(body: str, *inputs: np.ndarray, dtype: Any = np.uint32) -> np.ndarray:
-    """Each lane's result [32] of a body of one warp.
+    """Run a body with one warp, and return each lane's result [32].
 
-    The body finds its inputs in %a, %b and %c, of the width of their elements, and leaves `dtype`
-    in %d.
+    The body reads its inputs from %a, %b and %c, as wide as their elements, and leaves a `dtype` in
+    %d.
     """
     memory, addresses = ptx.Memory(), []
     result = np.zeros(32, dtype)
@@ -78,9 +78,10 @@ def run(
     registers: int | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """The results of a body: `out` numbers of 32 bits at %rd0; its operands are at %rd1 and so on.
+    """Run a body and return its results: `out` 32-bit numbers at %rd0.
 
-    Tensor maps are made by `maps` from the addresses of the output and the operands.
+    Its operands are at %rd1 and so on. `maps` make tensor maps from the addresses of the output and
+    the operands.
     """
     memory = ptx.Memory()
     result = np.zeros(out, np.uint32) if isinstance(out, int) else out

@@ -1,8 +1,8 @@
-"""jattn's GPU kernels as they are compiled, executed on the CPU by `tests.support.ptx`.
+"""jattn's compiled GPU kernels, executed on the CPU by `tests.support.ptx`.
 
-A batch's arrays go into the interpreter's memory, the kernels of its call run one after the other
-on the PTX that a described GPU's compiler made of them, and the result is compared as a kernel's on
-any machine would be. An `edit` changes a kernel's PTX first: tests plant mistakes with it.
+The kernels are compiled to PTX for a described GPU. A batch's arrays go into the interpreter's
+memory, the kernels of its call run one after the other, and the result is checked like that of any
+other kernel. An `edit` changes a kernel's PTX first: tests plant bugs with it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jattn.pallas.triton import launch as triton_launch
 from tests.support import mosaic_host, problems, ptx
 
 Edit = Callable[[str, str], str]  # a kernel's name and its PTX: the PTX to run instead
-Lines = dict[str, frozenset[int]]  # of each kernel's PTX, those that were reached
+Lines = dict[str, frozenset[int]]  # the lines of each kernel's PTX that were reached
 Descriptors = tuple[mosaic_host.Descriptor, ...]
 
 
 def missing_compiler() -> str:
-    """The compiler for GPUs that is not installed, in words, or ""."""
+    """Return a description of the GPU compiler that is missing, or ""."""
     try:
         gpu_targets.device_for(90)
         gpu_report.find_ptxas(8.7)
@@ -41,7 +41,7 @@ def missing_compiler() -> str:
 
 
 def needs_compiler() -> None:
-    """Skip the test where Triton's kernels are not compiled for GPUs."""
+    """Skip the test where Triton's kernels cannot be compiled for GPUs."""
     try:
         gpu_targets.device_for(90)
     except gpu_targets.MissingCompilerError as error:
@@ -50,13 +50,13 @@ def needs_compiler() -> None:
 
 
 def unchanged(name: str, text: str) -> str:
-    """The PTX as it was compiled."""
+    """Return the PTX as compiled."""
     return text
 
 
 @contextlib.contextmanager
 def pretended(gpu: machine.Machine) -> Iterator[None]:
-    """Calls made inside are for this GPU: a few multiprocessors make a small grid."""
+    """Make calls for this GPU; one with few multiprocessors gives a small grid."""
     here, machine.here = machine.here, lambda: gpu
     try:
         yield
@@ -74,7 +74,7 @@ class TritonKernels:
 
     @classmethod
     def of(cls, batch: problems.Batch, sm: int, cores: int = 1) -> TritonKernels:
-        """Those that dispatch would launch on a GPU of so many multiprocessors."""
+        """Compile those that dispatch would launch on a GPU with `cores` multiprocessors."""
         call, operands = batch.call()
         gpu = machine.Machine(sm, cores)
         run = functools.partial(triton_launch.run, call)
@@ -86,7 +86,7 @@ class TritonKernels:
     def run(
         self, seed: int = 0, edit: Edit = unchanged, lines: Lines | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`(out, lse)`; the seed is of the order in which warps run."""
+        """Run them and return `(out, lse)`; the seed decides the order in which warps run."""
         memory, address = ptx.Memory(), {}
         lines = {} if lines is None else lines
         for name, x in self.buffers.items():
@@ -103,7 +103,7 @@ class TritonKernels:
                     continued[at] = memory.put(name, empty, written=False)
                 outputs.append(continued[at])
                 address[name] = continued[at]
-            # A number that is 1 is a constant of the kernel; two pointers are the launcher's own.
+            # A number that is 1 is compiled in; the last two pointers belong to the launcher.
             numbers = [n for n in launch.numbers.values() if n != 1]
             given = [*inputs, *numbers, *outputs]
             given += [0] * (len(kernel.parameters) - len(given))
@@ -120,9 +120,9 @@ class MosaicKernel:
     """A Mosaic GPU kernel compiled for an H200, and the arrays it was called with.
 
     Attributes:
-      name, text: of its PTX.
+      name, text: its name and its PTX.
       host: what launches it.
-      registers: of a thread, as ptxas says.
+      registers: per thread, according to ptxas.
       outs: shapes and dtypes of its results.
       values: its operands.
     """
@@ -136,7 +136,7 @@ class MosaicKernel:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], arrays: Any, outs: list[Any]) -> MosaicKernel:
-        """The one kernel of a function of arrays like these."""
+        """Compile the only kernel of a function of arrays like these."""
         with gpu_report.lowering(fn, *_structs(arrays), sm=90) as lowered:
             (found,) = (k for k in gpu_report.launches_of(lowered, 90) if k.kind == "mosaic")
             (used,) = gpu_report.assemble(found, 90)
@@ -150,7 +150,7 @@ class MosaicKernel:
         describe: Callable[[Descriptors], Descriptors] = lambda found: found,
         lines: Lines | None = None,
     ) -> tuple[np.ndarray, ...]:
-        """Its results; `describe` may change what the host says of tensors."""
+        """Run it and return its results; `describe` may change the host's tensor descriptors."""
         kernel = ptx.parse(edit(self.name, self.text))
         host = dataclasses.replace(self.host, descriptors=describe(self.host.descriptors))
         memory = ptx.Memory()
@@ -178,7 +178,7 @@ def _structs(arrays: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def mosaic_hosts(batch: problems.Batch) -> list[mosaic_host.Host]:
-    """The host code of the Mosaic GPU kernels of a batch's call, which is not compiled."""
+    """Return the host code of the Mosaic GPU kernels of a batch's call, without compiling them."""
     from jattn.pallas.mosaic_gpu import compat
     from jattn.pallas.mosaic_gpu import launch as mosaic_launch
 
@@ -209,15 +209,15 @@ def mosaic(
     cores: int = 2,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, list[MosaicKernel]]:
-    """`(out, lse)` of a batch from the Mosaic GPU kernels, and those that were executed.
+    """Run a batch with the Mosaic GPU kernels; return `(out, lse)` and the executed kernels.
 
-    What JAX computes around them, plans and merges of results, runs on the CPU.
+    What JAX computes around the kernels, plans and merges of results, runs on the CPU.
 
     Args:
       batch: the batch.
-      kernel: of the call and its operands; `mosaic_gpu.launch.run` by default.
-      cores: multiprocessors that the kernels are told of.
-      seed: of the order in which warps run and copies land.
+      kernel: a function of the call and its operands; `mosaic_gpu.launch.run` by default.
+      cores: the number of multiprocessors that the kernels are told.
+      seed: decides the order in which warps run and copies land.
     """
     from jattn.pallas.mosaic_gpu import compat
     from jattn.pallas.mosaic_gpu import launch as mosaic_launch
@@ -227,7 +227,7 @@ def mosaic(
 
     def recorded(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
         def run(*arrays: Any) -> Any:
-            # A kernel is compiled while the call is traced, and executed where it is run.
+            # A kernel is compiled while the call is traced, and executed when it runs.
             outs = jax.tree.leaves(settings["out_type"])
             compiled = MosaicKernel.of(plain(body, **settings), arrays, outs)
 
@@ -237,7 +237,7 @@ def mosaic(
                 try:
                     return executed[-1].run(seed)
                 except ptx.PtxError as error:
-                    errors.append(error)  # XLA would make text of it
+                    errors.append(error)  # XLA would turn it into text
                     raise
 
             found = jax.pure_callback(on_host, tuple(outs), *arrays)

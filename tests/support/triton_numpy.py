@@ -1,16 +1,16 @@
 """The Triton language on NumPy: enough of it to run jattn's kernels on any machine.
 
-Triton's own interpreter needs Triton, an older NumPy and a repair of its bfloat16 products, and
-lets a kernel read past a buffer's end. This one needs none of them, and is stricter:
+Triton's own interpreter needs Triton, an older NumPy and a fix for its bfloat16 products, and it
+lets a kernel read past the end of a buffer. This one needs none of these, and is stricter:
 
 - a pointer knows its buffer: reading or writing outside it is an error, and so is adding 32-bit
-  offsets to a buffer that was given as `wide`, because a pool may be larger than that;
+  offsets to a `wide` buffer, because a pool may need larger ones;
 - `//` and `%` refuse negative numbers, for which Triton and NumPy disagree;
-- 32-bit integers overflow loudly;
-- every element of an output is written at most once, and what was never written stays NaN.
+- an overflow of a 32-bit integer is an error;
+- every element of an output may be written only once, and unwritten elements stay NaN.
 
-`kernels()` executes the kernel files with this module in the place of Triton, so that what runs is
-the text that is compiled for a GPU.
+`kernels()` executes the kernel files with this module instead of Triton: the source that runs is
+the source that is compiled for a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER = pathlib.Path(jattn.__file__).parent / "pallas" / "triton"
 
 
 class Tensor(np.ndarray):
-    """A NumPy array with Triton's methods and manners."""
+    """A NumPy array that behaves like a Triton tensor."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
         dtype = np.dtype(dtype)
@@ -75,12 +75,12 @@ def tensor(x: Any) -> Tensor:
 
 @dataclasses.dataclass
 class Buffer:
-    """Memory of a kernel: an array, what of it was written, and which elements were read."""
+    """Memory of a kernel: an array, and which elements were written and read."""
 
     data: np.ndarray  # flat
     wide: bool = False
     written: np.ndarray | None = None  # None: an input
-    read: set[int] | None = None  # offsets that were read, if it is tracked
+    read: set[int] | None = None  # offsets that were read; None if not tracked
 
 
 @dataclasses.dataclass
@@ -99,7 +99,7 @@ class Pointer:
         more = np.asarray(more)
         narrow = self.buffer.wide and more.ndim and more.dtype != np.int64
         if narrow:
-            # The columns of a row may be 32 bits wide, the rows may not.
+            # Offsets of columns within a row may have 32 bits, offsets of rows may not.
             assert more.size == max(more.shape), "32-bit offsets into a pool"
             assert np.all(more < 2**20), "32-bit offsets into a pool"
         return Pointer(self.buffer, self.dtype_, self.offsets + more.astype(np.int64))
@@ -138,7 +138,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool =
         pointer.buffer.read.update(np.unique(offsets[mask]).tolist())
     if mask.all():
         return tensor(data[offsets])
-    # What no `other` is given for is undefined.
+    # Masked elements are undefined unless `other` is given.
     nothing = np.array(np.nan if data.dtype.kind in "fV" else -77) if other is None else other
     found = np.full(offsets.shape, nothing).astype(data.dtype)
     found[mask] = data[offsets[mask]]
@@ -183,7 +183,7 @@ def where(condition: Any, x: Any, y: Any) -> Tensor:
 
 def arange(start: int, stop: int) -> Tensor:
     size = stop - start
-    assert size & (size - 1) == 0, "no power of two"
+    assert size & (size - 1) == 0, "not a power of two"
     return tensor(np.arange(start, stop, dtype=np.int32))
 
 
@@ -194,7 +194,7 @@ def loop(*bounds: Any, num_stages: int | None = None) -> Any:
 language = types.ModuleType("triton.language")
 for _name, _value in {
     "constexpr": lambda value: value,
-    # What speaks to the compiler alone says nothing here.
+    # Hints to the compiler do nothing here.
     "core": types.SimpleNamespace(builtin=lambda function: lambda *arguments: None),
     "pointer_type": PointerType,
     "program_id": lambda axis: tensor(np.int32(_grid[0][axis])),
@@ -210,7 +210,7 @@ for _name, _value in {
     "trans": lambda x: tensor(np.asarray(x).T),
     "interleave": lambda a, b: tensor(np.stack([a, b], axis=-1).reshape(len(a), -1)),
     "where": where,
-    # Triton's prefer a number to a NaN.
+    # In Triton these ignore NaN.
     "maximum": lambda a, b: tensor(np.fmax(a, b)),
     "minimum": lambda a, b: tensor(np.fmin(a, b)),
     "max": lambda x, axis: tensor(np.fmax.reduce(np.asarray(x), axis=axis)),
@@ -242,7 +242,7 @@ _edits: list[tuple[str, str]] = []
 
 @contextlib.contextmanager
 def edited(text: str, replacement: str) -> Iterator[None]:
-    """The kernel files as they would be with `text` replaced."""
+    """Run with `text` replaced in the kernel files."""
     if not any(text in (FOLDER / f"{file}.py").read_text() for file in FILES):
         raise ValueError(f"text is {text!r}, but must be in one of {FILES}")
     modules.cache_clear()
@@ -256,7 +256,7 @@ def edited(text: str, replacement: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chunked_plan(size: int) -> Iterator[None]:
-    """Plans that read `size` sequences at a time."""
+    """Make plans read `size` sequences at a time."""
     whole = triton_launch.launches
 
     def launches(*arguments: Any) -> tuple[triton_launch.Launch, ...]:
@@ -271,7 +271,7 @@ def chunked_plan(size: int) -> Iterator[None]:
 
 @functools.cache
 def modules() -> dict[str, types.ModuleType]:
-    """The kernel files and Triton itself by name, executed with this language for Triton's."""
+    """Return the kernel files and a `triton` module by name, executed with this language."""
     triton = types.ModuleType("triton")
     triton.jit = lambda function: function
     triton.language = language
@@ -282,7 +282,7 @@ def modules() -> dict[str, types.ModuleType]:
         for edit in _edits:
             source = source.replace(*edit)
         module = types.ModuleType(f"jattn.pallas.triton.{file}")
-        # Python's own range would hand the kernel a plain int, which has no dtype.
+        # Python's range would give the kernel a plain int, which has no dtype.
         module.range = loop
         with mock.patch.dict(sys.modules, found):
             exec(compile(source, str(path), "exec"), module.__dict__)
@@ -291,13 +291,13 @@ def modules() -> dict[str, types.ModuleType]:
 
 
 def kernels() -> triton_launch.Kernels:
-    """The kernels, imported as `launch.run` imports them, from these modules."""
+    """Return the kernels of these modules, in the form in which `launch.run` imports them."""
     with mock.patch.dict(sys.modules, modules()):
         return triton_launch.kernels()
 
 
 def fragments() -> types.SimpleNamespace:
-    """The functions that the kernels are made of."""
+    """Return the functions that the kernels consist of."""
     found = dict[str, Any]()
     for file in ("visibility", "pools", "fragments"):
         found |= vars(modules()[f"jattn.pallas.triton.{file}"])
@@ -310,7 +310,7 @@ def run(
     gpu: machine.Machine,
     track: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Buffer]]:
-    """`(out, lse, buffers)` of a call's kernels; what is named in `track` notes its reads."""
+    """Run a call's kernels; return `(out, lse, buffers)`. Buffers in `track` record reads."""
     arrays = jax.tree.map(np.asarray, operands)
     given = triton_launch.buffers_of(call, arrays, np)
     buffers = {

@@ -1,1 +1,1 @@
-"""The native kernel in processes of its own: random cases, sanitizers, batches, other machines."""
+"""The native kernel in separate processes: random cases, sanitizers, batches, other machines."""

@@ -1,4 +1,4 @@
-"""Sequences of several kinds in one call of the native kernel, and in calls of their own.
+"""Sequences of several kinds in one call of the native kernel, and in separate calls.
 
 `python -m tests.support.native.batches` prints a digest of the results.
 """
@@ -14,9 +14,9 @@ import numpy as np
 import jattn
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 64
-# Query tokens and keys: one token, a chunk of a prompt, a prompt, drafted tokens.
+# Query tokens and keys: one token, a chunk of a prompt, a prompt, draft tokens.
 SEQUENCES = ((1, 9000), (1, 40), (70, 5000), (300, 300), (1, 2500), (4, 9000))
-# With these before it, a prompt that is split would be one of many work items, were all counted.
+# Many short sequences: a schedule that counted them all as work items would split prompts less.
 SEQUENCES += ((1, 40),) * 32
 SMALLER = ((0,), (1,), (2,), (3,), (5,), (4, 0), (2, 5, 3))
 
@@ -29,14 +29,14 @@ class Result:
     found: tuple[np.ndarray, np.ndarray]
 
     def rows(self, b: int) -> slice:
-        """Those of a sequence of `SEQUENCES`."""
+        """Return the rows of a sequence of `SEQUENCES`."""
         before = self.sequences[: self.sequences.index(b)]
         start = sum(SEQUENCES[i][0] for i in before)
         return slice(start, start + SEQUENCES[b][0])
 
 
 def run(dtype: str) -> tuple[Result, list[Result]]:
-    """All sequences in one call, and those of each entry of `SMALLER`."""
+    """Run all sequences in one call, and those of each entry of `SMALLER` in another."""
     rng = np.random.default_rng(5)
     owned = [-(-keys // BLOCK) for _, keys in SEQUENCES]
     ends = np.cumsum(owned)

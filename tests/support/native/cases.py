@@ -1,4 +1,4 @@
-"""Random calls of the native kernel in a process of their own.
+"""Random calls of the native kernel in a separate process.
 
 The instruction set, the library, sanitizers and the number of cores belong to a process, not to a
 call: JATTN_NATIVE_ISA, JATTN_NATIVE_LIBRARY, LD_PRELOAD and CPU affinity choose them.
@@ -19,7 +19,7 @@ from jattn.cpu.native import library
 from tests.support import budget, problems, promises, random_calls
 from tests.support.native import writing as native_writing
 
-# Long enough that the split over threads shows, whatever the seed's other sizes.
+# Long enough to be split over threads, whatever the seed's other sizes.
 LONG = problems.Problem(
     query_lens=(1, 70, 1, 5),
     seq_lens=(2300, 700, 0, 1500),
@@ -32,7 +32,7 @@ LONG = problems.Problem(
 
 
 def check(problem: problems.Problem) -> None:
-    """The native kernel's result is within the budget."""
+    """Check that the native kernel's result is within the budget."""
     batch = problems.build(problem)
     try:
         budget.of(batch).check(*batch.run("native"))
@@ -41,7 +41,7 @@ def check(problem: problems.Problem) -> None:
 
 
 def check_nan() -> None:
-    """A query of NaN shows where its keys are split, and so does a key whose bits are all set."""
+    """Check that a NaN query, or a key with all bits set, gives NaN even if its keys are split."""
     batch = problems.build(LONG)
     query, words = np.array(batch.query), np.array(batch.key_cache.data)
     query[0] = np.nan
@@ -56,9 +56,9 @@ def check_nan() -> None:
 
 
 def check_broken(problem: problems.Problem) -> None:
-    """Ids, lengths and starts out of range: NaN in their rows, and nothing is read there.
+    """Check that ids, lengths and starts out of range give NaN in their rows.
 
-    What is read, a sanitizer sees.
+    Nothing may be read there: a sanitizer would report it.
     """
     batch = problems.build(problem)
     broken, sequences = promises.some_broken(batch)
@@ -84,7 +84,7 @@ def check_broken(problem: problems.Problem) -> None:
 
 
 def main() -> None:
-    """Check the seeds asked for and a few long calls, and say what ran."""
+    """Check the seeds asked for and a few long calls, and print what ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=8)

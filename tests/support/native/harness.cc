@@ -1,9 +1,9 @@
-// The native kernel without Python, JAX or XLA: reads one call, runs it on this thread, writes what
-// it returns. tests/native/test_machines.py compiles it, with the kernel's sources, for machines
-// that are not at hand, and runs it under an emulator. Prints the machine's instruction sets.
+// The native kernel without Python, JAX or XLA: reads one call, runs it on this thread, and writes
+// the result. tests/native/test_machines.py compiles it together with the kernel's sources for other
+// machines, and runs it under an emulator. It prints the machine's instruction sets.
 //
-// A case is int64 numbers, then arrays, each after its size in bytes (0: there is none); a result is
-// arrays without sizes. The order is that of `main`.
+// A case is int64 numbers, then arrays, each preceded by its size in bytes (0 if absent). A result
+// is arrays without sizes. `main` has the order.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

@@ -1,4 +1,4 @@
-"""The native kernel's library in tests: its functions, whether it is built, and Python to run."""
+"""The native kernel's library for tests: its functions, and a Python process to run it in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needed = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
 
 @pytest.fixture(scope="module")
 def native() -> ctypes.CDLL:
-    """The library, told what the functions for tests take."""
+    """The library, with the argument types of its functions for tests."""
     found = library.load().library
     found.jattn_native_visible.argtypes = [
         *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
@@ -39,7 +39,7 @@ def native() -> ctypes.CDLL:
 
 
 def run_python(*command: str, **environment: str) -> str:
-    """What a Python with these arguments and variables prints; it must succeed."""
+    """Run Python with these arguments and variables, check that it succeeds, return its output."""
     done = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},

@@ -2,8 +2,8 @@
 
     python -m tests.support.native.sanitize [--thread] [--count SEEDS] [--isa NAME] [--library PATH]
 
-Builds a library of its own and runs `cases` on every instruction set of this machine. Needs
-the compiler's sanitizer libraries.
+Builds a separate library and runs `cases` with every instruction set of this machine. It needs the
+compiler's sanitizer libraries.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import tempfile
 
 from jattn.cpu.native import build, library
 
-# Lines, but nothing else of what debuggers read: that more than doubles the time.
+# Only line numbers of the debug information: the rest would more than double the time.
 COMMON = ("-g1", "-O1", "-fno-omit-frame-pointer")
-# ThreadSanitizer sees only what it compiled: how the kernel's threads share work, but not XLA's own
-# pool, whose hand-over of tasks it would take for a race.
+# ThreadSanitizer knows only instrumented code: how the kernel's threads share work, but not XLA's
+# own thread pool, whose hand-over of tasks it would take for a race.
 SUPPRESSIONS = "race:jaxlib\nrace:libjax\nmutex:jaxlib\n"
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--thread", action="store_true", help="ThreadSanitizer")
     parser.add_argument("--count", type=int, default=12, help="seeds of each instruction set")
     parser.add_argument("--isa", help="one instruction set instead of all")
-    parser.add_argument("--library", type=pathlib.Path, help="where to keep it, or have it")
+    parser.add_argument("--library", type=pathlib.Path, help="where to keep the library, or find it")
     args = parser.parse_args()
     name = "thread" if args.thread else "address,undefined"
     flags = (*COMMON, f"-fsanitize={name}")
@@ -49,8 +49,8 @@ def main() -> None:
             parser.exit(1, f"there is no native kernel to test: {here.reason}\n")
         sets = [args.isa] if args.isa else here.instruction_sets()
         if not path.exists():
-            # To compile those that this machine lacks takes minutes, and none of them runs. What is
-            # kept may be for another machine.
+            # Instruction sets that this machine lacks would take minutes to compile and never run.
+            # A library that is kept may be for another machine, so it gets them all.
             build.build(path, flags, only=None if args.library else here.instruction_sets())
         # libstdc++ too: the sanitizers need its __cxa_throw when they start.
         names = ("libtsan.so" if args.thread else "libasan.so", "libstdc++.so")
@@ -62,7 +62,7 @@ def main() -> None:
             "JATTN_NATIVE_LIBRARY": str(path),
             "LD_PRELOAD": " ".join(runtimes),
             "JAX_PLATFORMS": "cpu",
-            # Python and XLA keep memory until the end, and XLA's LLVM traps signals.
+            # Python and XLA keep memory until they exit, and XLA's LLVM handles signals.
             "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:allow_user_segv_handler=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "TSAN_OPTIONS": f"suppressions={suppressions}:ignore_noninstrumented_modules=1",

@@ -1,4 +1,4 @@
-"""The native calls over sharded arrays: what tests check in a process with four devices."""
+"""Native calls over sharded arrays, for tests in a process with four devices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Batch:
         return x if self.mesh is None else jax.device_put(x, NamedSharding(self.mesh, spec))
 
     def step(self) -> Any:
-        """Write, then attend; takes (caches, query, rows, options, batch)."""
+        """Return a function of (caches, query, rows, options, batch) that writes, then attends."""
         case = self.case
 
         def run(caches: Any, query: Any, rows: Any, options: Any, batch: Any) -> Any:
@@ -106,7 +106,7 @@ class Batch:
 
 
 def check(case: Case) -> None:
-    """The same on four devices as on one, with no byte moved and nothing copied."""
+    """Check that four devices compute what one does, without communication or copies."""
     one, many = Batch(case), Batch(case, case.mesh())
     want = one.step()(*one.given())
     compiled = many.step().lower(*many.given()).compile()
@@ -132,7 +132,7 @@ def check(case: Case) -> None:
 
 
 def moves(compiled: Any) -> list[str]:
-    """The collectives of a compiled program that holds one native call."""
+    """Return the collectives of a compiled program that must hold one native call."""
     text = compiled.as_text()
     assert text.count('"jattn_native_attend"') == 1
     return MOVES.findall(text)
@@ -160,7 +160,7 @@ def close(have: Any, want: Any) -> None:
 
 
 def check_other_shardings() -> None:
-    """Whatever is split, the result is right; a pool is gathered with a warning, or not at all."""
+    """Check that the result is right whatever is split, and that gathering a pool warns."""
     mesh = Case().mesh()
     given = floats(3, 8, 16), floats(6, 4, 4, 16), floats(6, 4, 4, 17)[..., 1:]
     want = attend(*given)
@@ -174,7 +174,7 @@ def check_other_shardings() -> None:
         ((heads, heads, heads), False),
         ((both, both, both), False),
         ((P(None, ("heads", "data")),) * 3, False),
-        ((none, heads, heads), True),  # the result, which is not asked for split
+        ((none, heads, heads), True),  # gathers the result, which need not be split
         ((heads, none, none), True),  # queries
         ((P(None, None, "heads"), heads, heads), True),
     ):
@@ -208,7 +208,7 @@ def check_other_shardings() -> None:
 
 
 def check_transformations() -> None:
-    """`vmap` and `scan` leave pools split; gradients are right, and partly manual meshes."""
+    """Check that `vmap` and `scan` keep pools split, gradients, and partly manual meshes."""
     mesh = Case().mesh()
     given = floats(3, 8, 16), floats(6, 4, 4, 16), floats(6, 4, 4, 17)[..., 1:]
     heads = P(None, "heads")
@@ -219,7 +219,7 @@ def check_transformations() -> None:
     assert not moves(many.lower(split, *placed[1:]).compile())
     close(many(split, *placed[1:]), jnp.stack([attend(q, *given[1:]) for q in twice]))
 
-    several = [jnp.stack([x, x[::-1]]) for x in given]  # a batch of pools, too
+    several = [jnp.stack([x, x[::-1]]) for x in given]  # a batch of pools
     want = jnp.stack([attend(*(x[i] for x in several)) for i in range(2)])
     each = jax.jit(jax.vmap(attend))
     by_heads = [jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in several]
@@ -269,7 +269,7 @@ def check_transformations() -> None:
 
 
 def check_explicit_axes() -> None:
-    """What runs as XLA's operations, gradients and the path without C++, is split by XLA, too."""
+    """Check that XLA splits what runs as its own operations: gradients, and the `xla` path."""
     mesh = Case(axes="Explicit").mesh()
     heads = NamedSharding(mesh, P(None, "heads"))
     given = floats(3, 8, 16), floats(6, 4, 4, 16), floats(6, 4, 4, 16)

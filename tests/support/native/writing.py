@@ -1,7 +1,7 @@
-"""New rows written by the native kernel and by XLA: the same bits.
+"""New rows written by the native kernel and by XLA, which must give the same bits.
 
-Rows of every size that matters to a rounding: zeros, infinities, sub-normals, NaN, ties; slots in
-and out of the pool, none of them twice.
+The rows have all numbers that matter to rounding: zeros, infinities, subnormals, NaN, ties. Slots
+are inside and outside the pool, and none occurs twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCKS, HEADS, SIZE, TOKENS = 13, 3, 16, 200
 
 @functools.cache
 def writer(implementation: str, layout: str = "HND"):
-    """`jattn.update_kv_cache` by one implementation, compiled."""
+    """Return `jattn.update_kv_cache` of one implementation, compiled."""
     write = functools.partial(
         jattn.update_kv_cache, implementation=implementation, kv_layout=layout
     )
@@ -31,7 +31,7 @@ def writer(implementation: str, layout: str = "HND"):
 
 
 def garbage(format: jattn.formats.Format, layout: str, dim: int, seed: int = 0):
-    """Caches whose every word and scale is something, as that of a pool in use."""
+    """Return caches whose words and scales all hold something, as in a pool in use."""
     rng = np.random.default_rng(seed)
 
     def fill(x):
@@ -48,7 +48,7 @@ def garbage(format: jattn.formats.Format, layout: str, dim: int, seed: int = 0):
 
 
 def new_rows(dim: int, dtype: str, seed: int = 1) -> jax.Array:
-    """Rows [T, K, D] of sizes from sub-normal to infinite, with NaN and ties."""
+    """Rows [T, K, D] with sizes from subnormal to infinite, and with NaN and ties."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((TOKENS, HEADS, dim)) * np.exp2(
         rng.integers(-14, 12, (TOKENS, HEADS, 1))
@@ -65,7 +65,7 @@ def new_rows(dim: int, dtype: str, seed: int = 1) -> jax.Array:
 
 
 def slots(seed: int = 2) -> jax.Array:
-    """Slots [T]: some anywhere, for the special rows, a run in order, others also past the pool."""
+    """Slots [T]: some anywhere, for the special rows; a run in order; others, some out of range."""
     rng = np.random.default_rng(seed)
     run = np.arange(2 * SIZE, 4 * SIZE)
     inside = rng.permutation(np.setdiff1d(np.arange(BLOCKS * SIZE), run))
@@ -77,7 +77,7 @@ def slots(seed: int = 2) -> jax.Array:
 
 
 def divisions(blocks: int, size: int, tokens: int) -> dict[str, np.ndarray]:
-    """Slots of tokens that threads divide each in another way: by ranges, by blocks, scattered."""
+    """Return slots that threads divide in different ways: by ranges, by blocks, or scattered."""
     rng = np.random.default_rng(7)
     runs = rng.permutation(blocks)[:, None] * size + np.arange(size)
     in_blocks = runs.reshape(-1)[:tokens]  # each block once, the last one in part
@@ -87,12 +87,12 @@ def divisions(blocks: int, size: int, tokens: int) -> dict[str, np.ndarray]:
         "anywhere": rng.permutation(blocks * size)[:tokens],
         "twice": np.where(np.arange(tokens) < tokens - 10, in_blocks, in_blocks[0]),
         "again": rng.integers(0, blocks * size, tokens),  # many slots more than once
-        "pairs": np.repeat(in_blocks, 2)[:tokens],  # of some, each token is in another range
+        "pairs": np.repeat(in_blocks, 2)[:tokens],  # some pairs lie in two threads' ranges
     }
 
 
 def check_divisions(format: jattn.formats.Format, blocks: int, size: int) -> None:
-    """However threads divide 3,000 tokens, the native kernel writes XLA's bits."""
+    """Check that the native kernel writes XLA's bits however threads divide 3,000 tokens."""
     rng = np.random.default_rng(8)
     caches = jattn.init_kv_cache(blocks, 3, size, 64, format=format)
     new = jnp.asarray(rng.standard_normal((3000, 3, 64)), jnp.float32)
@@ -103,7 +103,7 @@ def check_divisions(format: jattn.formats.Format, blocks: int, size: int) -> Non
 
 
 def bits(cache) -> list[np.ndarray]:
-    """All that a cache stores as integers, every NaN of a scale or number as one."""
+    """Return all that a cache stores as integers, with every NaN replaced by the same one."""
     found = []
     for x in jax.tree.leaves(cache):
         x = np.asarray(x)
@@ -115,7 +115,7 @@ def bits(cache) -> list[np.ndarray]:
 
 
 def cases() -> list[tuple]:
-    """`(formats of keys and values, layout, dtype, D)`: every format in both places."""
+    """Return `(formats of keys and values, layout, dtype, D)`, with every format in both places."""
     formats = list(problems.FORMATS.values())
     dtypes, layouts, dims = ("bfloat16", "float32", "float16"), ("HND", "NHD"), (128, 44)
     found = []
@@ -126,7 +126,7 @@ def cases() -> list[tuple]:
 
 
 def written(implementation: str, formats, layout: str, dtype: str, dim: int, plain: bool = False):
-    """The contents of a pool in use, before and after new rows are written into it."""
+    """Return the contents of a pool in use, before and after new rows are written into it."""
     caches = tuple(garbage(each, layout, dim)[i] for i, each in enumerate(formats))
     if plain:
         caches = tuple(x.values() for x in caches)
@@ -135,7 +135,7 @@ def written(implementation: str, formats, layout: str, dtype: str, dim: int, pla
 
 
 def digest() -> str:
-    """A digest of what the native kernel writes in all cases."""
+    """Return a digest of what the native kernel writes in all cases."""
     found = hashlib.sha256()
     for case in cases():
         for cache in written("native", *case)[1]:

@@ -1,6 +1,6 @@
-"""Barriers that warps wait for: mbarriers, named barriers, barriers of a cluster.
+"""Barriers that warps wait for: mbarriers, named barriers, cluster barriers.
 
-Each gathers the clocks of those that arrive and gives their join to those that wait.
+Each joins the clocks of the warps that arrive and passes the result to those that wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.ptx import clocks
 from tests.support.ptx.clocks import INITED, SEEN
 from tests.support.ptx.numbers import PtxError
 
-MOST_BYTES = 2**20 - 1  # of a tx-count
+MOST_BYTES = 2**20 - 1  # in a tx-count
 
 
 @dataclasses.dataclass
@@ -46,14 +46,14 @@ class Mbarrier:
         self.initialised = (warp.program, warp.time)
 
     def check_initialised(self, clock: np.ndarray, row: int = SEEN) -> None:
-        """Its initialisation comes before; row INITED: it is visible to the async proxy too."""
+        """Raise unless its init is ordered before; row INITED: visible to the async proxy too."""
         agent, time = self.initialised
         if max(clock[row][agent], clock[INITED][agent]) < time:
             missing = "a fence" if row == INITED else "a barrier"
             raise PtxError(f"mbarrier {self.address:#x} is used without {missing} behind its init")
 
     def arrive(self, count: int, clock: np.ndarray) -> None:
-        """Arrivals of this phase."""
+        """Count arrivals in this phase."""
         if count > self.pending:
             raise PtxError(
                 f"mbarrier {self.address:#x}: {count} arrivals where {self.pending} are pending"
@@ -63,13 +63,13 @@ class Mbarrier:
         self.settle()
 
     def expect(self, count: int) -> None:
-        """More bytes to wait for in this phase."""
+        """Expect more bytes in this phase."""
         self.bytes += count
         if abs(self.bytes) > MOST_BYTES:
             raise PtxError(f"mbarrier {self.address:#x}: a transaction count of {self.bytes}")
 
     def begin(self, transfer: Transfer) -> int:
-        """Add a copy; the stamp of what it writes."""
+        """Add a copy, and return the stamp of its writes."""
         self.transfers.append(transfer)
         return clocks.stamp(self.agent, self.phase + 1)
 
@@ -83,7 +83,7 @@ class Mbarrier:
         self.complete[SEEN][self.agent] = self.phase
 
     def passed(self, parity: int, rng: np.random.Generator) -> bool:
-        """Whether the phase of a parity is complete; lands copies until it is."""
+        """Whether the phase of a parity is complete, after landing copies until it is."""
         while self.phase & 1 == parity & 1 and self.transfers:
             transfer = self.transfers.pop(int(rng.integers(len(self.transfers))))
             transfer.land(clocks.stamp(self.agent, self.phase + 1))
@@ -108,7 +108,7 @@ class NamedBarrier:
         self.waiting: list[Any] = []
 
     def arrive(self, warp: Any, expected: int, waits: bool) -> bool:
-        """A warp arrives; whether that completes the barrier, so that no warp has to wait."""
+        """Let a warp arrive; return whether that completes the barrier, so nobody must wait."""
         if self.arrived and expected != self.expected:
             raise PtxError(f"a barrier of {self.expected} threads is used as one of {expected}")
         self.expected = expected
@@ -140,7 +140,7 @@ class ClusterBarrier:
         self.complete: list[np.ndarray] = []
 
     def arrive(self, clock: np.ndarray) -> int:
-        """A warp that knows of so much arrives; the phase it is to wait for."""
+        """Let a warp with this clock arrive; return the phase that it must wait for."""
         phase = self.phase
         self.arrived += 1
         np.maximum(self.gathered, clock, out=self.gathered)

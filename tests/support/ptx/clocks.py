@@ -1,9 +1,9 @@
-"""Vector clocks: which access is known to come before which.
+"""Vector clocks: which accesses are known to be ordered.
 
 An *agent* is something whose accesses happen one after the other: the program of a warp, its
 `cp.async` groups, its bulk groups, its groups of `wgmma`, and the copies that complete on one
-mbarrier. An access is stamped with its agent and the agent's time. Whoever synchronises learns how
-far each agent is known to have come; what is stamped later than that may still be under way.
+mbarrier. An access is stamped with its agent and the agent's time. Synchronizing tells a warp how
+far each agent has come at least; accesses stamped later than that may still be under way.
 
 A `Clock` has three rows of times, one column for each agent:
 
@@ -19,13 +19,13 @@ import numpy as np
 SEEN, FENCED, INITED = 0, 1, 2
 PROGRAM, CP_ASYNC, BULK, WGMMA = 0, 1, 2, 3
 KINDS = ("program", "cp.async", "bulk copies", "wgmma")
-MOST_MBARRIERS = 192  # of a cluster, each an agent
+MOST_MBARRIERS = 192  # per cluster; each is an agent
 TIME_BITS = 40
 TIMES = (1 << TIME_BITS) - 1
 
 
 class Agents:
-    """Numbers of the agents of a cluster: four of each warp, then the mbarriers."""
+    """The numbering of a cluster's agents: four of each warp, then the mbarriers."""
 
     def __init__(self, num_warps: int) -> None:
         self.num_warps = num_warps
@@ -33,11 +33,11 @@ class Agents:
         self.mbarriers = 0
 
     def of(self, kind: int, warp: int) -> int:
-        """One agent of a warp, which is counted over the cluster."""
+        """Return an agent of a warp, which is numbered within the cluster."""
         return kind * self.num_warps + warp
 
     def new_mbarrier(self) -> int:
-        """The agent of one more mbarrier."""
+        """Return the agent of a new mbarrier."""
         self.mbarriers += 1
         assert self.mbarriers <= MOST_MBARRIERS
         return 4 * self.num_warps + self.mbarriers - 1
@@ -50,20 +50,20 @@ class Agents:
         return f"{KINDS[kind]} of warp {warp}"
 
     def clock(self) -> np.ndarray:
-        """A clock that knows of nothing."""
+        """Return a clock that knows of no access."""
         return np.zeros((3, self.count), np.int64)
 
 
 def stamp(agent: int, time: int) -> int:
-    """An agent's access as one number."""
+    """Pack an agent and its time into one number."""
     return agent << TIME_BITS | time
 
 
 class ReaderSets:
-    """Sets of readers, as numbers: 0 is no reader, and a set and a reader make another set.
+    """Numbered sets of readers: 0 is the empty set, and adding a reader gives another number.
 
-    Many bytes have the same readers, so a byte keeps a number, and each set the latest time of
-    every agent in it.
+    Many bytes have the same readers, so a byte stores only the number of a set. Each set has the
+    latest time of every agent in it.
     """
 
     def __init__(self, agents: Agents) -> None:
@@ -71,7 +71,7 @@ class ReaderSets:
         self.known: dict[tuple[int, int, int], int] = {}
 
     def with_reader(self, old: int, agent: int, time: int) -> int:
-        """The set that `old` becomes when an agent reads."""
+        """Return the set that `old` becomes when an agent reads."""
         key = (old, agent, time)
         if key not in self.known:
             if self.rows[old][agent] == time:

@@ -1,4 +1,4 @@
-"""Launching a kernel: its grid, block after block, or cluster after cluster."""
+"""Launching a kernel: its grid runs block by block, or cluster by cluster."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Executed:
     """The work of a launch.
 
     Attributes:
-      blocks: of its grid.
-      instructions: of warps.
-      lines: of the PTX that were reached.
+      blocks: how many the grid has.
+      instructions: how many all warps executed.
+      lines: lines of the PTX that were reached.
     """
 
     blocks: int
@@ -49,15 +49,15 @@ def launch(
       kernel: from `parse`.
       memory: holds its buffers; an address is what `memory.put` returned.
       grid: blocks in x, y and z.
-      arguments: a parameter each: integers and addresses, floats (32 bits), and for a block of
+      arguments: one per parameter: integers and addresses, floats (32 bits), and for a block of
         bytes a tuple of tensor maps.
-      dynamic_shared: bytes.
+      dynamic_shared: bytes of dynamic shared memory.
       cluster: blocks of a cluster in x, y and z; the grid is a multiple of it.
-      registers: of a thread, as ptxas says; without it `setmaxnreg` always finds enough.
-      seed: of the order in which warps run and copies land.
+      registers: per thread, according to ptxas; without it `setmaxnreg` always finds enough.
+      seed: decides the order in which warps run and copies land.
 
     Raises:
-      PtxError: the kernel does something wrong, with the block, the warp and the instruction.
+      PtxError: the kernel does something wrong; names the block, the warp and the instruction.
     """
     grid = (*grid, 1, 1)[:3]
     if any(n > machine.MOST_ROWS_OF_BLOCKS for n in grid[1:]):

@@ -1,8 +1,8 @@
 """Warps, blocks and clusters: what executes, and which runs next.
 
-A warp is 32 lanes; lanes that part go on where the program counter is lowest and meet again there.
-A warp runs until it has to wait; then another one does, in an order that the seed decides. Where
-everybody waits for ever, the error names what each warp waits for.
+A warp is 32 lanes. When lanes diverge, those with the lowest program counter run until they meet
+the others. A warp runs until it must wait; then another one runs, in an order that the seed
+decides. If all warps wait forever, the error names what each of them waits for.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tests.support.ptx.parser import warps_of
 if TYPE_CHECKING:
     from tests.support.ptx.program import Program
 
-# What a step says instead of where to go on.
+# What a step may return instead of the next instruction.
 BLOCKED, EXIT = -1, -2
-# Instructions after which a warp lets another one run, whatever it does.
+# A warp lets another one run after a number of instructions between these two.
 TURN = (100, 5000)
-MOST_STEPS = 20_000_000  # of a warp; more is a loop without an end
+MOST_STEPS = 20_000_000  # of a warp; more is taken for an endless loop
 
 
 @dataclasses.dataclass
 class Waiting:
-    """Why a warp does not go on, and whether it may."""
+    """Why a warp waits, and whether it may go on."""
 
     reason: str
     ready: Callable[[], bool]
 
 
 def never() -> bool:
-    """For a warp that another one wakes up."""
+    """Condition of a warp that only another warp wakes up."""
     return False
 
 
@@ -46,13 +46,13 @@ class Warp:
     """32 lanes: their registers, which of them run, where the others are, what is under way.
 
     Attributes:
-      number: in its block.
-      rank: in the cluster, which decides its agents.
-      R: registers and constants, a vector of each; None where nothing was written.
+      number: its number in the block.
+      rank: its number in the cluster, which decides its agents.
+      R: registers and constants, a vector each; None where nothing was written.
       flying: why a register that is None may not be read.
-      pc, mask: where it is, and which lanes; None for all of them.
+      pc, mask: the next instruction, and the lanes that run it; None for all of them.
       others: lanes that are elsewhere, `(pc, lanes)`.
-      clock, program, time: what it knows of others, its own agent and that one's time.
+      clock, program, time: what it knows of others; its own agent, and the time of that.
     """
 
     def __init__(self, number: int, rank: int, block: Block, slots: list, threads: int) -> None:
@@ -89,7 +89,7 @@ class Warp:
         self.tick()
 
     def fence(self, *rows: int) -> None:
-        """Make what comes before visible in other ways too."""
+        """Make earlier accesses visible in the ways of `rows`, too."""
         for row in rows:
             np.maximum(self.clock[row], self.clock[SEEN], out=self.clock[row])
         self.tick()
@@ -99,12 +99,12 @@ class Warp:
         return np.ones(LANES, bool) if self.mask is None else self.mask
 
     def whole(self, what: str) -> None:
-        """All lanes must be here."""
+        """Raise unless all lanes are here."""
         if self.mask is not None or self.others:
             raise PtxError(f"{what} in divergent code")
 
     def set(self, slot: int, value: np.ndarray) -> None:
-        """Write the lanes that run."""
+        """Write a register in the lanes that run."""
         if self.flying and slot in self.flying:
             raise PtxError(f"a register is written while {self.flying[slot]}")
         if self.mask is None:
@@ -116,7 +116,7 @@ class Warp:
             self.R[slot] = np.where(self.mask, value, old)
 
     def unreadable(self, slot: int, name: str) -> PtxError:
-        """Why a register that is None cannot be read."""
+        """Return the error for reading a register that is None."""
         if slot in self.flying:
             return PtxError(f"register {name} is read while {self.flying[slot]}")
         return PtxError(f"register {name} is read before it is written")
@@ -128,7 +128,7 @@ class Warp:
         self.R[target] = None
 
     def land_products(self) -> None:
-        """Results of wgmma whose group was waited for are there."""
+        """Put results of each wgmma whose group was waited for into their registers."""
         group = self.groups[clocks.WGMMA]
         waited = self.clock[SEEN][group.agent]
         for slot, (number, value) in list(self.products.items()):
@@ -139,7 +139,7 @@ class Warp:
                 del self.products[slot], self.flying[slot]
 
     def pick(self) -> None:
-        """Go on with the lanes that are furthest behind, joined by those at the same place."""
+        """Switch to the lanes that are furthest behind, with all others at the same place."""
         groups = self.others + ([(self.pc, self.active())] if self.pc >= 0 else [])
         self.pc = min(pc for pc, _ in groups)
         mask = np.zeros(LANES, bool)
@@ -155,12 +155,12 @@ class Warp:
         return BLOCKED
 
     def resume(self) -> None:
-        """Another warp ends this one's wait: it goes on behind its instruction."""
+        """End this warp's wait, for another warp: it continues after its instruction."""
         self.waiting = None
         self.pc += 1
 
     def run(self, turns: int) -> None:
-        """Execute until the warp has to wait, ends, or has had its turn."""
+        """Execute until the warp must wait, ends, or has run `turns` instructions."""
         steps = self.block.program.steps
         for _ in range(turns):
             self.steps += 1
@@ -177,13 +177,13 @@ class Warp:
                 if not self.others:
                     self.end()
                     return
-                self.pc = -1  # of lanes that are no more
+                self.pc = -1  # these lanes have ended
                 self.pick()
         if self.steps > MOST_STEPS:
             raise PtxError(f"a warp does not end within {MOST_STEPS} instructions")
 
     def end(self) -> None:
-        """All lanes are done."""
+        """End the warp: all its lanes are done."""
         for kind, group in self.groups.items():
             if group.open or group.committed:
                 raise PtxError(f"the warp ends while {clocks.KINDS[kind]} of its own are under way")
@@ -193,8 +193,8 @@ class Warp:
 class Groups:
     """Asynchronous operations of one kind: an open group, and committed ones in order.
 
-    What waits for a group also learns that its accesses are done. An entry is called when its group
-    is waited for.
+    Waiting for a group also tells the warp that the group's accesses are done, and calls the
+    entries of the group.
     """
 
     def __init__(self, agent: int) -> None:
@@ -205,7 +205,7 @@ class Groups:
 
     @property
     def stamp(self) -> int:
-        """Of accesses of the open group."""
+        """The stamp of accesses of the open group."""
         return clocks.stamp(self.agent, self.number)
 
     def commit(self) -> None:
@@ -215,7 +215,7 @@ class Groups:
         self.number += 1
 
     def wait(self, warp: Warp, left: int) -> None:
-        """Until at most `left` groups are under way."""
+        """Wait until at most `left` groups are under way."""
         while len(self.committed) > left:
             number, entries = self.committed.pop(0)
             for land in entries:
@@ -250,7 +250,7 @@ class Block:
             self.warps.append(Warp(number, warp_rank, self, slots, min(threads, LANES)))
 
     def _special(self, tid: np.ndarray, warp: int) -> dict[str, Any]:
-        """Special registers (PTX ISA, "Special Registers")."""
+        """Return the values of special registers (PTX ISA, "Special Registers")."""
         kernel, cluster = self.program.kernel, self.cluster
         x, y, _ = kernel.block
         found = {
@@ -273,7 +273,7 @@ class Block:
         return sum(warp.threads for warp in self.warps if not warp.done)
 
     def at(self, address: int) -> tuple[Block, int]:
-        """The block of the cluster that a shared::cluster address is in, and its offset there."""
+        """Return the block of a shared::cluster address, and the address within that block."""
         rank = address >> RANK_BITS
         if rank == 0:
             return self, address
@@ -316,7 +316,7 @@ class Cluster:
         self.code = program.kernel.code
 
     def run(self) -> int:
-        """Until all warps have ended; how many instructions that took."""
+        """Run until all warps have ended; return how many instructions that took."""
         while running := [warp for warp in self.warps if not warp.done]:
             moved = False
             for i in self.rng.permutation(len(running)):
@@ -344,7 +344,7 @@ class Cluster:
         return sum(warp.steps for warp in self.warps)
 
     def state(self) -> str:
-        """The state of every barrier, and of every warp with what it waits for."""
+        """Describe the state of every barrier, and what every warp waits for."""
         lines = []
         for warp in self.warps:
             why = "has ended" if warp.done else f"waits for {warp.waiting.reason}"

@@ -1,8 +1,8 @@
 """Memory: named buffers of global memory, shared memory of a block, and windows of addresses.
 
-Shared memory knows of every byte whether it was written, when and by which thread, and which have
-read it since; see `clocks`. An access that nothing orders behind a conflicting one is a race,
-whatever the order in which this interpreter happened to run them.
+Shared memory records for every byte whether, when and by which agent it was written, and which
+agents have read it since; see `clocks`. An access that nothing orders after a conflicting one is a
+race, whatever the order in which this interpreter happened to run them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GLOBAL_BASE, BUFFER_BITS = 0x7F00_0000_0000, 36
 # Generic addresses of shared memory and of kernel parameters.
 SHARED_WINDOW = 0x7E00_0000_0000
 PARAMETER_WINDOW = 0x7D00_0000_0000
-# An address in another block of the cluster, as `mapa` makes it: the block's rank plus 1 above.
+# An address in another block of the cluster, from `mapa`, has the block's rank plus 1 above these.
 RANK_BITS = 24
-# Whether cp.async counts as a generic write that wgmma may see only behind a proxy fence, as the
-# letter of PTX has it. Triton's pipelines have no such fence.
+# Whether cp.async counts as a generic write that wgmma may read only after a proxy fence, as PTX
+# strictly requires. Triton's pipelines have no such fence.
 CP_ASYNC_NEEDS_FENCE = False
 UNTOUCHED, SEVERAL = -1, -2
 
@@ -35,12 +35,12 @@ class Buffer:
     """An array in global memory.
 
     Attributes:
-      name: in messages.
+      name: its name in messages.
       base: its address.
       data: its bytes.
-      written: of each byte, or None where all are.
+      written: whether each byte was written; None if all were.
       dtype, shape: of the array.
-      constant: an input, that no kernel may write.
+      constant: whether it is an input, which no kernel may write.
       writer, reader: the block that last wrote or read each byte in this launch.
     """
 
@@ -58,8 +58,8 @@ class Buffer:
 class Memory:
     """Global memory: buffers far from each other.
 
-    Blocks of a launch run one after the other here, and in any order on a GPU: a byte that one
-    block writes and another one reads, or writes differently, is a race.
+    Blocks of a launch run one after the other here, but in any order on a GPU. So it is a race if
+    one block writes a byte that another one reads, or writes with another value.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Memory:
         self.block = 0
 
     def put(self, name: str, x: np.ndarray, written: bool = True, constant: bool = False) -> int:
-        """The address of a copy of an array; without `written` it must be written to be read."""
+        """Copy an array and return its address; unless `written`, it may not be read at first."""
         base = GLOBAL_BASE + (len(self.buffers) << BUFFER_BITS)
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).copy()
         flags = None if written else np.zeros(data.size, bool)
@@ -75,12 +75,12 @@ class Memory:
         return base
 
     def buffer(self, name: str) -> Buffer:
-        """A buffer by its name."""
+        """Return a buffer by name."""
         (found,) = (b for b in self.buffers if b.name == name)
         return found
 
     def get(self, name: str) -> np.ndarray:
-        """A buffer as an array."""
+        """Return a buffer as an array."""
         found = self.buffer(name)
         return found.data.view(found.dtype).reshape(found.shape)
 
@@ -93,7 +93,7 @@ class Memory:
                 buffer.reader = np.full(buffer.data.size, UNTOUCHED, np.int32)
 
     def locate(self, low: int, high: int) -> Buffer:
-        """The buffer that bytes `[low, high)` are in."""
+        """Return the buffer that holds bytes `[low, high)`."""
         number = (low - GLOBAL_BASE) >> BUFFER_BITS
         if not 0 <= number < len(self.buffers):
             raise PtxError(f"global address {low:#x} is in no buffer")
@@ -103,7 +103,7 @@ class Memory:
         return buffer
 
     def _where(self, at: np.ndarray, size: int) -> tuple[Buffer, np.ndarray] | None:
-        """The buffer that all addresses are in and the bytes' offsets; None if they differ."""
+        """Return the buffer of all addresses and the bytes' offsets; None if buffers differ."""
         low, high = int(at.min()), int(at.max())
         if (low - GLOBAL_BASE) >> BUFFER_BITS != (high - GLOBAL_BASE) >> BUFFER_BITS:
             return None
@@ -113,7 +113,7 @@ class Memory:
         return buffer, (at - np.uint64(buffer.base)).astype(np.int64)[:, None] + np.arange(size)
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
-        """Bytes `[addresses, size]`."""
+        """Read bytes `[addresses, size]`."""
         found = self._where(at, size)
         if found is None:
             return np.concatenate([self.read(at[i : i + 1], size) for i in range(at.size)])
@@ -156,7 +156,7 @@ class Memory:
             buffer.written[where] = True
 
     def read_box(self, buffer: Buffer, where: np.ndarray) -> np.ndarray:
-        """Bytes at offsets of one buffer, as a bulk copy reads them."""
+        """Read bytes at offsets of one buffer, as a bulk copy does."""
         self._check_read(buffer, where)
         return buffer.data[where]
 
@@ -171,10 +171,10 @@ class Shared:
     Attributes:
       size: bytes.
       data: the bytes.
-      state: of each byte EMPTY, READY, FLYING (a copy is under way) or MBARRIER.
+      state: EMPTY, READY, FLYING (a copy is under way) or MBARRIER for each byte.
       writer: stamp of the last write of each byte.
-      readers: number of the set of threads that read it since.
-      mbarriers: those that are initialised, by address.
+      readers: number of the set of agents that have read it since.
+      mbarriers: the initialised ones, by address.
     """
 
     EMPTY, READY, FLYING, MBARRIER = 0, 1, 2, 3
@@ -190,7 +190,7 @@ class Shared:
         self.mbarriers: dict[int, Any] = {}
 
     def rows(self, at: np.ndarray, size: int) -> np.ndarray:
-        """Which rows of `size` bytes some addresses are, checked."""
+        """Return the rows of `size` bytes at these addresses, after checks."""
         if (at & np.asarray(size - 1, at.dtype)).any():
             bad = int(at[(at & np.asarray(size - 1, at.dtype)) != 0][0])
             raise PtxError(f"shared address {bad:#x} is no multiple of {size}")
@@ -204,7 +204,7 @@ class Shared:
         return x.reshape(-1, size)
 
     def check_written(self, clock: np.ndarray, rows: np.ndarray, size: int, proxy: bool) -> None:
-        """Refuse to read what was not written before; for the async proxy, written and fenced."""
+        """Raise unless bytes to be read were written before and, for the async proxy, fenced."""
         state = self._view(self.state, size)[rows]
         if (state != self.READY).any():
             flying = (state == self.FLYING).any()
@@ -235,7 +235,7 @@ class Shared:
                 )
 
     def _unordered(self, known: np.ndarray, stamps: np.ndarray) -> int | None:
-        """A stamp that is later than what is known, or None."""
+        """Return a stamp that is later than what is known, or None."""
         flat = stamps.reshape(-1)
         first = int(flat[0])
         if (flat == first).all():
@@ -247,7 +247,7 @@ class Shared:
         return self.agents.name(stamp >> TIME_BITS)
 
     def note_readers(self, rows: np.ndarray, size: int, agent: int, time: int) -> None:
-        """Remember which threads read."""
+        """Record an agent's read."""
         view = self._view(self.readers, size)
         old = view[rows]
         first = int(old.flat[0])
@@ -260,7 +260,7 @@ class Shared:
         view[rows] = new
 
     def check_unread(self, clock: np.ndarray, rows: np.ndarray, size: int) -> None:
-        """No agent may still read there."""
+        """Raise if an agent may still be reading there."""
         numbers = self._view(self.readers, size)[rows]
         first = int(numbers.flat[0])
         distinct = (first,) if (numbers == first).all() else np.unique(numbers)
@@ -273,14 +273,14 @@ class Shared:
                 )
 
     def read(self, warp: Any, at: np.ndarray, size: int) -> np.ndarray:
-        """Bytes `[addresses, size]`, read by a warp's program."""
+        """Read bytes `[addresses, size]` from a warp's program."""
         rows = self.rows(at, size)
         self.check_written(warp.clock, rows, size, proxy=False)
         self.note_readers(rows, size, warp.program, warp.time)
         return self._view(self.data, size)[rows]
 
     def read_async(self, warp: Any, at: np.ndarray, size: int, agent: int, time: int) -> np.ndarray:
-        """Bytes `[addresses, size]`, read by an asynchronous operation that a warp began."""
+        """Read bytes `[addresses, size]` from an asynchronous operation that a warp began."""
         rows = self.rows(at, size)
         self.check_written(warp.clock, rows, size, proxy=True)
         self.note_readers(rows, size, agent, time)
@@ -289,7 +289,7 @@ class Shared:
     def claim(
         self, clock: np.ndarray, at: np.ndarray, size: int, values: np.ndarray | None, proxy: bool
     ) -> np.ndarray:
-        """The rows that a write goes to, once it is known to race with no other."""
+        """Return the rows of a write, after checking that it races with no other access."""
         rows = self.rows(at, size)
         state = self._view(self.state, size)[rows]
         if (state > self.READY).any():
@@ -297,7 +297,7 @@ class Shared:
             raise PtxError(f"shared memory is written {what or 'over an mbarrier'}")
         stamps = self._view(self.writer, size)[rows]
         bad = self._unordered(clock[SEEN], stamps)
-        # Several warps may write the same value, which compilers have them do.
+        # Several warps may write the same value: compiled kernels do so.
         if bad is not None and not (
             values is not None and (self._view(self.data, size)[rows] == values).all()
         ):
@@ -332,7 +332,7 @@ class Shared:
         stamp: int,
         proxy: bool,
     ) -> Callable[[int], None]:
-        """Start a copy of bytes `[addresses, size]`; calling what is returned lands it."""
+        """Start a copy of bytes `[addresses, size]`; calling the returned function lands it."""
         size = values.shape[1]
         rows = self.claim(clock, at, size, None, proxy)
         self._view(self.state, size)[rows] = self.FLYING

@@ -1,7 +1,7 @@
-"""PTX types as NumPy sees them: widths, 16-bit and 8-bit floats, rounding.
+"""PTX types in NumPy: widths, 16-bit and 8-bit floats, rounding.
 
 A register holds raw bits, as an unsigned integer of its width (a bool for a predicate). An
-instruction's type says what numbers they are (PTX ISA, "Fundamental Types").
+instruction's type says which numbers they are (PTX ISA, "Fundamental Types").
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 LANES = 32
 LANE = np.arange(LANES, dtype=np.uint32)
-# What a lane reads of a register that only other lanes have written.
+# What a lane reads from a register that only other lanes have written.
 POISON = 0xA5A5A5A5A5A5A5A5
 RAW = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4")}
 RAW[64] = np.dtype("u8")
@@ -20,11 +20,11 @@ PACKED = {"bf16x2": 32, "f16x2": 32, "e4m3x2": 16, "e5m2x2": 16, "f32x2": 64}
 
 
 class PtxError(Exception):
-    """The kernel does something that is wrong, or that is not modelled."""
+    """The kernel does something wrong, or something that is not modelled."""
 
 
 def width_of(kind: str) -> int:
-    """Bits of a type such as "s32"; of a packed type those of both numbers."""
+    """Bits of a type such as "s32"; a packed type has those of both numbers."""
     if kind == "pred":
         return 1
     if kind in PACKED:
@@ -35,7 +35,7 @@ def width_of(kind: str) -> int:
 
 
 def numpy_type(kind: str) -> np.dtype:
-    """The NumPy type that computes with numbers of a type; raw bits for packed ones and bf16."""
+    """The NumPy type for computing with a PTX type; raw bits for packed types and bf16."""
     if kind == "pred":
         return RAW[1]
     if kind in PACKED or kind == "bf16":
@@ -45,19 +45,19 @@ def numpy_type(kind: str) -> np.dtype:
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
-    """float32 of bfloat16 bits."""
+    """Convert bfloat16 bits to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    """bfloat16 bits, rounded to nearest even; every NaN becomes the canonical one."""
+    """Round to nearest even, to bfloat16 bits; every NaN becomes the canonical one."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     up = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), 0x7FFF, up).astype(np.uint16)
 
 
 def _eight_bits(exponent: int) -> np.ndarray:
-    """Every 8-bit float with so many exponent bits, as float16."""
+    """Return all 8-bit floats with this number of exponent bits, as float16."""
     code = np.arange(256)
     mantissa, bias = 7 - exponent, 2 ** (exponent - 1) - 1
     e, m = code >> mantissa & (2**exponent - 1), code & (2**mantissa - 1)
@@ -74,15 +74,15 @@ E4M3, E5M2 = _eight_bits(4), _eight_bits(5)
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """float32 with subnormal numbers as zeros of their sign: `.ftz`."""
+    """Replace subnormal numbers by zeros of their sign: `.ftz`."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = "rn") -> np.ndarray:
-    """float32 `a b + c`, rounded once.
+    """Compute `a b + c` in float32, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there, which makes the second
-    rounding the right one in every direction.
+    The product is exact in float64. The sum is rounded to odd there, so the second rounding is
+    right in every direction.
     """
     product = a.astype(np.float64) * b
     wide = c.astype(np.float64)
@@ -100,7 +100,7 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = "rn") -> 
 
 
 def to_f32(x: np.ndarray, rounding: str = "rn") -> np.ndarray:
-    """float32 of float64, rounded to nearest, down, up or toward zero."""
+    """Convert float64 to float32, rounded to nearest, down, up or toward zero."""
     near = x.astype(np.float32)
     if rounding == "rn":
         return near

@@ -1,7 +1,7 @@
-"""PTX text to instructions: names, types, labels and sizes; no meaning yet.
+"""Parse PTX text into instructions: names, types, labels and sizes, without their meaning.
 
-A kernel is one `.entry` of a module. Names that are declared within inner braces (inline assembly
-has its own labels and registers) are made unique here, so that nothing later knows of scopes.
+A kernel is one `.entry` of a module. Names declared within inner braces (inline assembly has its
+own labels and registers) are made unique here, so later stages need no scopes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Instruction:
     Attributes:
       guard: a predicate register and whether it is negated, or None.
       op: the opcode with its modifiers.
-      operands: as text.
-      place: of the source it was compiled from, `file:line`.
-      line: in the PTX.
+      operands: the operands as text.
+      place: the source it was compiled from, `file:line`.
+      line: its line in the PTX.
     """
 
     guard: tuple[str, bool] | None
@@ -40,7 +40,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A kernel parameter: `bytes` of it, at `offset` in the parameter space."""
+    """A kernel parameter: `bytes` bytes at `offset` in the parameter space."""
 
     name: str
     bytes: int
@@ -58,9 +58,9 @@ class Kernel:
       block: threads in x, y and z.
       registers: bits of each by name; predicates have 1.
       shared: address of each variable in shared memory.
-      static_shared: bytes of them; dynamic shared memory comes behind.
+      static_shared: bytes of these variables; dynamic shared memory follows them.
       code: instructions.
-      labels: index of the instruction behind each.
+      labels: index of the instruction after each label.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Kernel:
     labels: dict[str, int]
 
     def opcodes(self) -> collections.Counter[str]:
-        """How often each opcode, with its modifiers, occurs."""
+        """Count how often each opcode, with its modifiers, occurs."""
         return collections.Counter(i.op for i in self.code)
 
 
 def parse(text: str) -> Kernel:
-    """The kernel of a module with one entry point."""
+    """Parse the kernel of a module with one entry point."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S)
     heads = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", text))
     if len(heads) != 1:
@@ -122,7 +122,7 @@ def _parameters(text: str) -> list[Parameter]:
 
 
 class _Body:
-    """A kernel's body as it is read."""
+    """The parser of a kernel's body, with what it has read so far."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
@@ -135,7 +135,7 @@ class _Body:
         self.size = 0
 
     def read(self, text: str, at: int) -> None:
-        """Everything up to the brace that ends the kernel."""
+        """Read everything up to the brace that ends the kernel."""
         place, count = "?", 0
         line, counted = 1, 0
         token = re.compile(
@@ -149,13 +149,13 @@ class _Body:
                 self.labels[self.resolve(match[4])] = len(self.code)
             elif match[5] == "{":
                 count += 1
-                # A label may be used before it is declared: a scope's are renamed from its start.
+                # A label may be used before it is declared: rename a scope's labels at its start.
                 inner = _matching(text, at)
                 names = re.findall(r"(?:^|[;{\n])\s*([A-Za-z_$][\w$]*)\s*:(?!:)", inner)
                 self.scopes.append({name: f"{name}@{count}" for name in names})
             elif match[5] == "}":
                 if len(self.scopes) == 1:
-                    return  # the kernel's own
+                    return  # this brace ends the kernel
                 self.scopes.pop()
             else:
                 line += text.count("\n", counted, match.start(6))
@@ -164,7 +164,7 @@ class _Body:
         raise PtxError(f"PTX that is not understood: {text[at : at + 80]!r}")
 
     def resolve(self, name: str) -> str:
-        """The unique name of one in the current scopes."""
+        """Return the unique name that a name has in the current scopes."""
         for scope in reversed(self.scopes):
             if name in scope:
                 return scope[name]
@@ -204,7 +204,7 @@ class _Body:
             self.registers[unique] = width_of(kind)
 
     def shared_variables(self, text: str) -> None:
-        """Declarations of shared memory; those without a size are dynamic and come last."""
+        """Read declarations of shared memory; those without a size are dynamic and come last."""
         pattern = r"(\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d*)\])?"
         for found in re.finditer(pattern + r"\s*;", text):
             extern, align, kind, name, brackets, count = found.groups()
@@ -218,7 +218,7 @@ class _Body:
             self.size += width_of(kind) // 8 * int(count or 1)
 
     def finish_shared(self) -> int:
-        """Bytes of static shared memory, once every variable has its address."""
+        """Give every variable its address, and return the bytes of static shared memory."""
         if self.dynamic:
             self.size = -(-self.size // 16) * 16
         for name in self.dynamic:
@@ -227,7 +227,7 @@ class _Body:
 
 
 def _matching(text: str, at: int) -> str:
-    """The text between a brace and the one that closes it."""
+    """Return the text between a brace and the one that closes it."""
     depth, end = 1, at
     while depth:
         end += 1
@@ -236,7 +236,7 @@ def _matching(text: str, at: int) -> str:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """Operands between commas, where vectors and addresses are one operand each."""
+    """Split operands at commas, but keep vectors and addresses together."""
     parts, depth, last = [], 0, 0
     for i, letter in enumerate(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(letter, 0)

@@ -1,8 +1,8 @@
 """From instructions to Python: operands, guards, and the table of opcodes.
 
 Every instruction becomes a *step*, a function of a warp that returns None to go on, the index of
-the instruction to go on with, `BLOCKED` or `EXIT`. What is not known, an opcode, a modifier or a
-type, is an error when the kernel is read, whether or not the instruction would be reached.
+the next instruction, `BLOCKED` or `EXIT`. An unknown opcode, modifier or type is an error when the
+kernel is read, whether or not the instruction would be reached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.ptx.parser import Instruction, Kernel
 Step = Callable[[Warp], "int | None"]
 Getter = Callable[[Warp], np.ndarray]
 Setter = Callable[[Warp, np.ndarray], None]
-# Opcodes whose first operand is no result, so that a guard leaves no register half written.
+# Opcodes whose first operand is not a result: a guard leaves no register of theirs half written.
 NO_RESULT = {"st", "red", "cp", "bar", "barrier", "fence", "mbarrier", "prefetch", "wgmma"}
 NO_RESULT |= {"setmaxnreg", "stmatrix", "griddepcontrol", "discard", "membar", "trap", "nanosleep"}
 
@@ -36,7 +36,7 @@ class Form:
     operands: tuple[str, ...]
 
     def take(self, *allowed: str) -> set[str]:
-        """The modifiers, all of them among `allowed`."""
+        """Return the modifiers; raise unless all of them are `allowed`."""
         unknown = [m for m in self.modifiers if m not in allowed]
         if unknown:
             raise ValueError(f"modifier .{unknown[0]}")
@@ -48,7 +48,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Register what makes steps of these opcodes."""
+    """Register a function that makes steps for these opcodes."""
 
     def register(function: Handler) -> Handler:
         for name in names:
@@ -64,10 +64,10 @@ class Program:
 
     Attributes:
       kernel, memory: what runs, and on what.
-      shared_bytes: of a block, static and dynamic.
-      registers: of a thread at launch, or None where that is not known.
+      shared_bytes: static and dynamic shared memory of a block.
+      registers: per thread at launch, or None if unknown.
       parameters: the parameter space.
-      tensor_maps: those in it, by generic address.
+      tensor_maps: the tensor maps in it, by generic address.
       slots, special: initial registers and constants; slots of special registers by name.
     """
 
@@ -85,10 +85,10 @@ class Program:
             self._numbers[name, ""] = len(self.slots)
             self.slots.append(None)
         self.steps = [self._step(i) for i in kernel.code]
-        self.steps.append(lambda w: EXIT)  # where guarded ends go, and code without one
+        self.steps.append(lambda w: EXIT)  # for guarded exits, and code without an exit
 
     def watch(self) -> set[int]:
-        """A set that will hold the index of each instruction that is reached."""
+        """Return a set that will hold the index of each instruction that is reached."""
         visited: set[int] = set()
 
         def first(i: int, step: Step) -> Step:
@@ -121,7 +121,7 @@ class Program:
         return self._guarded(i, name, step, slot, negated)
 
     def _guarded(self, i: Instruction, name: str, step: Step, slot: int, negated: bool) -> Step:
-        results = []  # registers that hold POISON where the predicate says no
+        results = []  # registers that hold POISON where the predicate is false
         if name not in NO_RESULT:
             names = itertools.chain(
                 *(re.findall(r"[%\w$@]+", operand) for operand in i.operands[:1])
@@ -175,11 +175,11 @@ class Program:
         return branch
 
     def slot(self, register: str) -> int:
-        """Where a declared register is."""
+        """Return the slot of a declared register."""
         return self._numbers[register, ""]
 
     def source(self, text: str, kind: str) -> int:
-        """The slot of an operand: a register's, or a vector's with a constant's bits."""
+        """Return the slot of an operand: a register's, or one with a constant's bits."""
         if (text, "") in self._numbers:
             return self._numbers[text, ""]
         if text.startswith("%"):
@@ -195,7 +195,7 @@ class Program:
         return self._numbers[text, kind]
 
     def constant(self, text: str) -> int:
-        """The bits of a literal, or the address a name stands for."""
+        """Return the bits of a literal, or the address that a name stands for."""
         if text[:2] in ("0f", "0F", "0d", "0D"):
             return int(text[2:], 16)
         if text in self.kernel.shared:
@@ -208,7 +208,7 @@ class Program:
         return int(text.rstrip("U"), 0)
 
     def getter(self, text: str, kind: str) -> Getter:
-        """An operand as numbers of a type."""
+        """Return a function that reads an operand as numbers of a type."""
         slot, dtype = self.source(text, kind), numpy_type(kind)
         bits = RAW[width_of(kind)]
         plain = bits == dtype
@@ -224,7 +224,7 @@ class Program:
         return get
 
     def setter(self, text: str, kind: str) -> Setter:
-        """Write numbers of a type to a register."""
+        """Return a function that writes numbers of a type to a register."""
         if text == "_":
             return lambda w, x: None
         slot, bits = self.slot(text), RAW[self.kernel.registers[text]]
@@ -246,7 +246,7 @@ class Program:
         return put
 
     def address(self, text: str, wide: bool) -> Getter:
-        """Addresses of all lanes, from `[register+offset]`."""
+        """Return a function for the addresses of all lanes, from `[register+offset]`."""
         base, sign, offset = re.match(
             r"\[\s*([%\w$@]+)\s*(?:([+-])\s*(-?\w+))?\s*\]$", text
         ).groups()
@@ -259,7 +259,7 @@ class Program:
         return lambda w: get(w) + add
 
     def shared_address(self, text: str) -> Getter:
-        """Addresses in shared memory, which may be held in 64 bits."""
+        """Like `address`, in shared memory; the register may have 64 bits."""
         base = re.match(r"\[\s*([%\w$@]+)", text)[1]
         get = self.address(text, self.kernel.registers.get(base, 32) == 64)
 
@@ -296,12 +296,12 @@ class Program:
 
 
 def vector(text: str) -> list[str]:
-    """The names in `{a, b}`, or one name."""
+    """Return the names in `{a, b}`, or the one name."""
     return [x.strip() for x in text.strip("{} ").split(",")] if text[0] == "{" else [text]
 
 
 def uniform(w: Warp, x: np.ndarray, what: str) -> int:
-    """The number that all lanes which run have in an operand."""
+    """Return the number that an operand has in all running lanes; raise if it differs."""
     lanes = x if w.mask is None else x[w.mask]
     if (lanes != lanes[0]).any():
         raise PtxError(f"{what} differs between lanes")
@@ -311,7 +311,7 @@ def uniform(w: Warp, x: np.ndarray, what: str) -> int:
 def elementwise(
     p: Program, form: Form, function: Callable, kinds: Sequence[str], result: str
 ) -> Step:
-    """A step that writes `function` of operands of `kinds` as a `result`."""
+    """Make a step that writes `function` of operands of `kinds` as a `result`."""
     put = p.setter(form.operands[0], result)
     gets = [p.getter(x, kind) for x, kind in zip(form.operands[1:], kinds, strict=True)]
     if len(gets) == 1:

@@ -1,4 +1,4 @@
-"""Tensor maps: what `cuTensorMapEncodeTiled` makes of a tensor, with the driver's own refusals."""
+"""Tensor maps as made by `cuTensorMapEncodeTiled`, with the same checks as the driver."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 from tests.support.ptx.numbers import PtxError
 
-SWIZZLES = {0: 0, 16: 0, 32: 1, 64: 3, 128: 7}  # bytes: which bits are exchanged
+SWIZZLES = {0: 0, 16: 0, 32: 1, 64: 3, 128: 7}  # bytes: which of the three bits change
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """A tensor in global memory, and the box that a copy brings ("Tensors", PTX ISA).
+    """A tensor in global memory, and the box that a copy moves ("Tensors", PTX ISA).
 
     Attributes:
-      address: of its first element.
+      address: the address of its first element.
       itemsize: bytes of an element.
       shape: elements along each axis, the innermost first.
-      strides: bytes from one index to the next of each axis but the innermost.
-      box: elements of a copy along each axis.
-      swizzle: bytes of a row of the pattern that a box has in shared memory; 0 or 16: none.
+      strides: bytes from one index to the next, for each axis but the innermost.
+      box: elements that a copy moves along each axis.
+      swizzle: bytes per row of the box's swizzle pattern in shared memory; 0 or 16: none.
     """
 
     address: int
@@ -59,7 +59,7 @@ class TensorMap:
         return int(np.prod(self.box)) * self.itemsize
 
     def elements(self, first: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """`(offset in bytes, whether it is inside)` of each element of the box at `first`."""
+        """Return `(offset in bytes, whether it is inside)` per element of the box at `first`."""
         offset = np.zeros(self.box[::-1], np.int64)
         inside = np.ones(self.box[::-1], bool)
         pitches = (self.itemsize, *self.strides)
@@ -72,12 +72,12 @@ class TensorMap:
         return offset.reshape(-1), inside.reshape(-1)
 
     def shared_rows(self, address: int) -> np.ndarray:
-        """Addresses of the box's runs of 16 bytes in shared memory, in the order of the box."""
+        """Return addresses of the box's runs of 16 bytes in shared memory, in the box's order."""
         at = address + 16 * np.arange(self.bytes // 16, dtype=np.int64)
         return swizzled(at, self.swizzle).astype(np.uint32)
 
 
 def swizzled(at: np.ndarray, swizzle: int) -> np.ndarray:
-    """Addresses with bits 4 to 6 exchanged by those above bit 7, as the swizzle has it."""
+    """Apply a swizzle to addresses: XOR bits 4 to 6 with the bits from 7 on."""
     mask = SWIZZLES[swizzle]
     return at ^ (at >> 7 & mask) << 4 if mask else at

@@ -1,4 +1,4 @@
-"""The meaning of opcodes, a file per subject. Importing this package fills the table of opcodes."""
+"""The meaning of opcodes, a file per subject. Importing this package fills the opcode table."""
 
 from tests.support.ptx.opcodes import (
     access,

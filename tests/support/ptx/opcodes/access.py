@@ -17,7 +17,7 @@ SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param:
 
 
 def _form(form: Form) -> tuple[str, int, str]:
-    """Space ("" if generic), numbers and type of an access; hints for caches are no matter."""
+    """Return space ("" if generic), count and type of an access; cache hints are ignored."""
     *modifiers, kind = form.modifiers
     space = next((m for m in modifiers if m in SPACES), "")
     count = next((int(m[1:]) for m in modifiers if re.fullmatch(r"v[248]", m)), 1)
@@ -29,7 +29,7 @@ def _form(form: Form) -> tuple[str, int, str]:
 
 
 def _shared_of(w: Warp, at: np.ndarray) -> tuple[Block, np.ndarray]:
-    """The block whose shared memory all addresses are in, and the offsets there."""
+    """Return the block whose shared memory all addresses are in, and the offsets there."""
     if (at >> np.uint32(RANK_BITS)).any():
         rank = np.unique(at >> np.uint32(RANK_BITS))
         if rank.size > 1:
@@ -40,7 +40,7 @@ def _shared_of(w: Warp, at: np.ndarray) -> tuple[Block, np.ndarray]:
 
 
 def _address(p: Program, text: str, space: str) -> Callable[[Warp], tuple[str, np.ndarray]]:
-    """`(space, addresses of the lanes that run)`; a generic address says its space itself."""
+    """Return a function for `(space, addresses of running lanes)`, generic ones resolved."""
     if space == "shared":
         shared = p.shared_address(text)
         return lambda w: ("shared", shared(w) if w.mask is None else shared(w)[w.mask])
@@ -61,7 +61,7 @@ def _address(p: Program, text: str, space: str) -> Callable[[Warp], tuple[str, n
 
 @handles("ld")
 def ld(p: Program, form: Form) -> Step:
-    """`ld`: one number or a vector of them, aligned to the whole of it."""
+    """`ld`: one number or a vector, aligned to its whole size."""
     space, count, kind = _form(form)
     names = vector(form.operands[0])
     puts = [p.setter(name, kind) for name in names]
@@ -104,7 +104,7 @@ def _ld_param(p: Program, form: Form, kind: str) -> Step:
 
 @handles("st")
 def st(p: Program, form: Form) -> Step:
-    """`st`: one number or a vector of them, aligned to the whole of it."""
+    """`st`: one number or a vector, aligned to its whole size."""
     space, count, kind = _form(form)
     kind = f"u{width_of(kind)}"
     gets = [p.getter(name, kind) for name in vector(form.operands[1])]
@@ -134,9 +134,9 @@ ATOMIC = {
 
 @handles("atom", "red")
 def atom(p: Program, form: Form) -> Step:
-    """`atom`, `red`: lane after lane, read, combine, write; `atom` returns what was there.
+    """`atom`, `red`: read, combine and write, lane after lane; `atom` returns the old number.
 
-    Every order of the lanes is one that a GPU may take. They synchronise nothing here.
+    A GPU may take any order of lanes. Here atomics synchronize nothing.
     """
     *modifiers, kind = form.modifiers
     space = next((m for m in modifiers if m in SPACES), "")
@@ -186,7 +186,7 @@ def atom(p: Program, form: Form) -> Step:
 
 @handles("prefetch")
 def prefetch(p: Program, form: Form) -> Step:
-    """`prefetch.tensormap`: of an address that holds one."""
+    """`prefetch.tensormap`: the address must hold a tensor map."""
     form.take("tensormap", "param")
     get = p.address(form.operands[0], True)
 

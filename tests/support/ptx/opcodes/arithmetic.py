@@ -1,8 +1,8 @@
 """Integer and floating-point arithmetic.
 
-Floats of 32 bits are NumPy's, rounded once; so are those of 16 bits, from results with more than
-twice as many digits. The `approx` functions and `div.full` are NumPy's too, more exact than
-hardware. `.ftz` makes zeros of subnormal operands and results.
+32-bit floats are computed by NumPy and rounded once; so are 16-bit floats, from results with more
+than twice as many digits. The `approx` functions and `div.full` are NumPy's too, and more exact
+than hardware. `.ftz` turns subnormal operands and results into zeros.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _flushing(function: Callable, form: Form) -> Callable:
 
 
 def _packed(function: Callable) -> Callable:
-    """A function of two float32 in 64 bits each."""
+    """Apply a float32 function to both halves of 64-bit operands."""
 
     def both(*x: np.ndarray) -> np.ndarray:
         two = (np.ascontiguousarray(y).view(np.float32).reshape(LANES, 2) for y in x)
@@ -45,7 +45,7 @@ def _packed(function: Callable) -> Callable:
 
 
 def _float(p: Program, form: Form, function: Callable, count: int, *allowed: str) -> Step:
-    """A float operation of `count` operands: its type comes last."""
+    """Make a step of a float operation of `count` operands, whose type comes last."""
     kind = form.modifiers[-1]
     if kind not in (*FLOATS, "f32x2"):
         raise ValueError(f"type .{kind}")
@@ -57,7 +57,7 @@ def _float(p: Program, form: Form, function: Callable, count: int, *allowed: str
 
 
 def _short_float(p: Program, form: Form, function: Callable, count: int) -> Step:
-    """An operation of float16s or bfloat16s, one or two in a register."""
+    """Make a step of an operation on float16 or bfloat16 numbers, one or two in a register."""
     kind = form.modifiers[-1]
     form.take("rn", kind)
 
@@ -87,7 +87,7 @@ def _is_float(form: Form) -> bool:
 
 
 def _rounded(exact: Callable, form: Form) -> Callable:
-    """A float32 operation in a direction other than to nearest."""
+    """Round a float32 operation in a direction other than to nearest."""
     mode = next((m for m in form.modifiers if m in ("rm", "rp", "rz")), None)
     if mode is None:
         return exact
@@ -100,8 +100,8 @@ def _rounded(exact: Callable, form: Form) -> Callable:
 def add_sub(p: Program, form: Form) -> Step:
     """`add`, `sub`: "Integer Arithmetic Instructions", "Floating Point Instructions".
 
-    In a direction other than to nearest the sum of float64 is rounded once more, which is right
-    unless the operands are more than 2^29 apart.
+    In a direction other than to nearest, the float64 sum is rounded a second time. That is right
+    unless one operand is more than 2^29 times the other.
     """
     function = {"add": np.add, "sub": np.subtract}[form.name]
     if form.modifiers[-1] in SHORT_FLOATS:
@@ -113,7 +113,7 @@ def add_sub(p: Program, form: Form) -> Step:
 
 @handles("mul")
 def mul(p: Program, form: Form) -> Step:
-    """`mul`: of integers the low half, the high half or all of the product."""
+    """`mul`: for integers, the low half, the high half or all of the product."""
     if form.modifiers[-1] in SHORT_FLOATS:
         return _short_float(p, form, np.multiply, 2)
     if _is_float(form):
@@ -122,7 +122,7 @@ def mul(p: Program, form: Form) -> Step:
 
 
 def _odd_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """`a b + c` in float32, rounded to odd."""
+    """Compute `a b + c` in float32, rounded to odd."""
     exact = a.astype(np.float64) * b + c
     short = to_f32(exact, "rz")
     inexact = (short != exact) & np.isfinite(exact)
@@ -133,8 +133,8 @@ def _odd_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def mad_fma(p: Program, form: Form) -> Step:
     """`mad` of integers, `fma` of floats: a product and a sum, rounded once."""
     if form.name == "fma" and form.modifiers[-1] in ("bf16", "bf16x2"):
-        # The product is exact in float32, and the sum's last bit is set where it is not: rounded to
-        # nearest, it then goes where all of it would.
+        # The product is exact in float32. The sum is rounded to odd, so rounding it to nearest in
+        # 16 bits gives the same as rounding the exact sum.
         return _short_float(p, form, _odd_sum, 3)
     if not _is_float(form):
         if form.name == "fma":
@@ -176,7 +176,7 @@ def _product(p: Program, form: Form) -> Step:
 
 
 def _high_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The upper 64 of 128 bits, from products of 32-bit numbers."""
+    """Return the upper 64 of 128 bits, from products of 32-bit numbers."""
     low, shift = np.uint64(2**32 - 1), np.uint64(32)
     x, y = a.view(np.uint64), b.view(np.uint64)
     middle = (x & low) * (y & low) >> shift
@@ -199,12 +199,12 @@ def div(p: Program, form: Form) -> Step:
 
 @handles("rem")
 def rem(p: Program, form: Form) -> Step:
-    """`rem`: of the sign of the dividend; 0 is no divisor."""
+    """`rem`: the remainder has the dividend's sign; that of division by 0 is undefined."""
     return _integer(p, form, lambda a, b: (a - _quotient(a, b) * b).astype(a.dtype), 2)
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Toward zero; what a division by 0 gives is not said, so it is all ones."""
+    """Divide toward zero; PTX leaves division by 0 unspecified, so it gives all ones."""
     safe = np.where(b == 0, np.ones_like(b), b)
     if a.dtype.kind == "u":
         found = a // safe
@@ -216,8 +216,10 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @handles("min", "max")
 def min_max(p: Program, form: Form) -> Step:
-    """`min`, `max`: a NaN loses, but with `.NaN`, where it is always the same one; `.relu` is not
-    below zero."""
+    """`min`, `max`: ignore a NaN, except with `.NaN`, which then gives the canonical one.
+
+    `.relu` clips the result at zero.
+    """
     lowest = form.name == "min"
     nan = "NaN" in form.modifiers
     plain = ((np.fmin, np.fmax), (np.minimum, np.maximum))[nan][0 if lowest else 1]
@@ -248,7 +250,7 @@ def min_max(p: Program, form: Form) -> Step:
 
 @handles("neg", "abs")
 def neg_abs(p: Program, form: Form) -> Step:
-    """`neg`, `abs`; of the sign bit alone where floats have 16 bits."""
+    """`neg`, `abs`; for 16-bit floats they change only the sign bit."""
     kind = form.modifiers[-1]
     if kind in ("bf16", "f16"):
         form.take(kind)
@@ -280,7 +282,7 @@ def functions(p: Program, form: Form) -> Step:
 
 @handles("popc", "clz")
 def counts(p: Program, form: Form) -> Step:
-    """`popc`, `clz`: bits that are set; zeros before the first of them."""
+    """`popc`, `clz`: the number of set bits, and of zeros before the first one."""
     (kind,) = form.modifiers
     bits = width_of(kind)
     if kind not in ("b32", "b64"):
@@ -298,7 +300,7 @@ def counts(p: Program, form: Form) -> Step:
 
 @handles("bfe")
 def bfe(p: Program, form: Form) -> Step:
-    """`bfe`: a field of bits, sign-extended for signed types; one that is all inside here."""
+    """`bfe`: a bit field, sign-extended for signed types; it must lie within the operand."""
     (kind,) = form.modifiers
     bits = width_of(kind)
 

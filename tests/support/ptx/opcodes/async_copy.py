@@ -18,8 +18,8 @@ def cp(p: Program, form: Form) -> Step:
     """`cp.async`, its groups, and `cp.async.bulk`: "Data Movement and Conversion Instructions:
     Asynchronous Copy".
 
-    The bytes of a group are there when it was waited for, and not before: what is read or written
-    earlier is an error. A copy that the source size cuts short fills up with zeros.
+    The bytes of a group arrive when it is waited for: reading or writing them earlier is an error.
+    If the source size is smaller than the copy, the rest is zeros.
     """
     kind, *rest = form.modifiers
     if kind != "async":

@@ -1,4 +1,4 @@
-"""Branches, ends, barriers of warps and blocks, fences, registers."""
+"""Branches, exits, barriers of warps and blocks, fences, registers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def bra(p: Program, form: Form) -> Step:
 
 @handles("ret", "exit")
 def ret(p: Program, form: Form) -> Step:
-    """`ret`, `exit`: the end of the lanes that run."""
+    """`ret`, `exit`: end the running lanes."""
     form.take()
     return lambda w: EXIT
 
 
 @handles("trap")
 def trap(p: Program, form: Form) -> Step:
-    """`trap`: the kernel says that something is wrong."""
+    """`trap`: the kernel reports an error."""
     form.take()
 
     def step(w: Warp) -> None:
@@ -41,8 +41,8 @@ def trap(p: Program, form: Form) -> Step:
 def bar(p: Program, form: Form) -> Step:
     """`bar.sync`, `bar.arrive`, `bar.warp.sync`, `barrier.cluster`: whole warps arrive.
 
-    Without a count all threads of the block that have not ended. A barrier orders what everybody
-    did before it ahead of what everybody does behind it.
+    Without a count, all threads of the block that have not ended take part. A barrier orders all
+    their accesses before it ahead of those after it.
     """
     kind, *rest = form.modifiers
     if kind == "cluster":
@@ -113,9 +113,9 @@ def _cluster(form: Form) -> Step:
 
 @handles("fence", "membar")
 def fence(p: Program, form: Form) -> Step:
-    """`fence.proxy.async`, `fence.mbarrier_init`: what the async proxy sees from here on.
+    """`fence.proxy.async`, `fence.mbarrier_init`: make accesses visible to the async proxy.
 
-    Other fences order accesses that a barrier here orders already.
+    Other fences do nothing: they order accesses that barriers already order here.
     """
     if form.name == "membar":
         form.take("cta", "gl", "sys")
@@ -133,7 +133,7 @@ def fence(p: Program, form: Form) -> Step:
 
 @handles("setmaxnreg")
 def setmaxnreg(p: Program, form: Form) -> Step:
-    """`setmaxnreg`: a warpgroup gives registers back, or waits until there are enough."""
+    """`setmaxnreg`: a warpgroup releases registers, or waits until enough are free."""
     form.take("inc", "dec", "sync", "aligned", "u32")
     wanted, more = int(form.operands[0]), "inc" in form.modifiers
     if wanted % 8 or not 24 <= wanted <= 256:
@@ -162,6 +162,6 @@ def setmaxnreg(p: Program, form: Form) -> Step:
 
 @handles("griddepcontrol")
 def griddepcontrol(p: Program, form: Form) -> Step:
-    """`griddepcontrol`: launches come one after the other here, so nothing is left to wait for."""
+    """`griddepcontrol`: does nothing, because launches run one after the other here."""
     form.take("wait", "launch_dependents")
     return lambda w: None

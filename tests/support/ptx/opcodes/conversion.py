@@ -1,4 +1,4 @@
-"""`cvt`: between integers and floats of all sizes, packed ones too."""
+"""`cvt`: conversions between integers and floats of all sizes, including packed ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ ROUNDING = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 def cvt(p: Program, form: Form) -> Step:
     """`cvt`: "Data Movement and Conversion Instructions: cvt".
 
-    Integers from floats saturate and NaN becomes 0; floats round to nearest even unless the
-    instruction says otherwise. Of packed results the first operand is the high half.
+    Floats saturate when converted to integers, and NaN becomes 0. Results that are floats round to
+    nearest even unless the instruction says otherwise. The first operand of a packed result is its
+    high half.
     """
     *modifiers, to, of = form.modifiers
     if set(modifiers) - {"rn", "rz", "ftz", "sat", *ROUNDING}:
@@ -60,14 +61,14 @@ def cvt(p: Program, form: Form) -> Step:
 def _to_integer(x: np.ndarray, target: np.dtype) -> np.ndarray:
     info = np.iinfo(target)
     x = np.nan_to_num(x.astype(np.float64), nan=0.0)
-    # float64 does not hold the largest 64-bit integers: below them a cast is right.
+    # float64 cannot hold the largest 64-bit integers; a cast is right for smaller ones.
     top = x >= float(info.max)
     found = np.where(top, 0.0, np.maximum(x, float(info.min))).astype(target)
     return np.where(top, target.type(info.max), found)
 
 
 def _packed(to: str, of: str) -> tuple[Callable, list[str], str] | None:
-    """`(function, operand types, result type)` of conversions with 16-bit and 8-bit floats."""
+    """Return `(function, operand types, result type)` for 16-bit and 8-bit floats, or None."""
 
     def half(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float16).view(np.uint16)

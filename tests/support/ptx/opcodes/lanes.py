@@ -1,4 +1,4 @@
-"""Operations of a warp's lanes together: shuffles, votes, reductions, elections."""
+"""Operations across the lanes of a warp: shuffles, votes, reductions, elections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.ptx.program import Form, Getter, Program, Step, handles
 
 
 def members(w: Warp, mask: np.ndarray, of: np.ndarray | None = None) -> np.ndarray:
-    """bool [32]: the lanes a member mask names: those that run, and whom each of them asks."""
+    """Return bool [32], the lanes of a member mask; all of them, and lanes in `of`, must run."""
     active = w.active()
     bits = int(mask[active][0])
     named = (bits >> LANE.astype(np.int64) & 1).astype(bool)
@@ -23,7 +23,7 @@ def members(w: Warp, mask: np.ndarray, of: np.ndarray | None = None) -> np.ndarr
 
 @handles("shfl")
 def shfl(p: Program, form: Form) -> Step:
-    """`shfl.sync`: the value of the lane above, below, across or named, within segments."""
+    """`shfl.sync`: the value of the lane above, below, across or by number, within segments."""
     _, mode, _ = form.modifiers
     form.take("sync", "up", "down", "bfly", "idx", "b32")
     first, _, second = form.operands[0].partition("|")
@@ -64,7 +64,7 @@ REDUCE = {
 
 @handles("redux")
 def redux(p: Program, form: Form) -> Step:
-    """`redux.sync`: one number from those of all lanes, in each of them."""
+    """`redux.sync`: reduce the numbers of all lanes, and give each lane the result."""
     sync, operation, kind = form.modifiers
     if sync != "sync" or kind not in ("s32", "u32", "b32"):
         raise ValueError("modifiers")
@@ -82,7 +82,7 @@ def redux(p: Program, form: Form) -> Step:
 
 @handles("vote")
 def vote(p: Program, form: Form) -> Step:
-    """`vote.sync`: whether all, any or a uniform set of lanes say so; which do."""
+    """`vote.sync`: whether a predicate is true in all or any lanes or uniform, or in which lanes."""
     sync, mode, kind = form.modifiers
     if sync != "sync" or (mode == "ballot") != (kind == "b32"):
         raise ValueError("modifiers")
@@ -106,7 +106,7 @@ def vote(p: Program, form: Form) -> Step:
 
 @handles("elect")
 def elect(p: Program, form: Form) -> Step:
-    """`elect.sync`: one of the lanes, the first here; its number, and a predicate that it has."""
+    """`elect.sync`: elect a lane, here the first; give its number, and a predicate true in it."""
     form.take("sync")
     first, _, second = form.operands[0].partition("|")
     put, chosen = p.setter(first.strip(), "b32"), p.setter(second.strip(), "pred")

@@ -1,4 +1,4 @@
-"""Logic, shifts, comparison, selection, and the moving of bits between registers."""
+"""Logic, shifts, comparison, selection, and moving bits between registers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bitwise(p: Program, form: Form) -> Step:
 
 @handles("shl", "shr")
 def shift(p: Program, form: Form) -> Step:
-    """`shl`, `shr`: by at most the width, past which all bits are gone."""
+    """`shl`, `shr`: shift, by at most the width, which shifts out all bits."""
     (kind,) = form.modifiers
     bits, left = width_of(kind), form.name == "shl"
 
@@ -40,7 +40,7 @@ def shift(p: Program, form: Form) -> Step:
 
 @handles("shf")
 def funnel_shift(p: Program, form: Form) -> Step:
-    """`shf`: the 64 bits of two registers, shifted; the high half left, the low half right."""
+    """`shf`: shift the 64 bits of two registers; `.l` returns the high half, `.r` the low half."""
     direction, mode, kind = form.modifiers
     if direction not in ("l", "r") or mode not in ("wrap", "clamp") or kind != "b32":
         raise ValueError("modifiers")
@@ -57,7 +57,7 @@ def funnel_shift(p: Program, form: Form) -> Step:
 
 @handles("lop3")
 def lop3(p: Program, form: Form) -> Step:
-    """`lop3`: any function of three bits, as a table of eight."""
+    """`lop3`: any function of three bits, given as a table of eight bits."""
     table = int(form.operands[4], 0)
 
     def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ def lop3(p: Program, form: Form) -> Step:
 
 @handles("prmt")
 def prmt(p: Program, form: Form) -> Step:
-    """`prmt`: four of the eight bytes of two registers, or their signs."""
+    """`prmt`: pick four of the eight bytes of two registers, or their signs."""
     form.take("b32")
 
     def permute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ def selp(p: Program, form: Form) -> Step:
 
 @handles("mov")
 def mov(p: Program, form: Form) -> Step:
-    """`mov`: a register, a constant, an address; a vector of registers to one, or back."""
+    """`mov`: a register, a constant or an address; a vector of registers to one, or back."""
     (kind,) = form.modifiers
     kind = kind if kind == "pred" else f"u{width_of(kind)}"
     to, of = form.operands
@@ -167,7 +167,7 @@ def mov(p: Program, form: Form) -> Step:
     source, target = p.slot(of), p.slot(to)
 
     def move(w: Warp) -> None:
-        # A copy of a result that is under way is under way too: compilers rename accumulators.
+        # Compilers copy accumulators whose wgmma is under way: the copy is then under way too.
         if w.flying and source in w.flying and w.mask is None:
             w.rename(source, target)
         else:
@@ -191,7 +191,7 @@ def _unpack(p: Program, names: list[str], of: str, kind: str) -> Step:
 
 @handles("cvta")
 def cvta(p: Program, form: Form) -> Step:
-    """`cvta`: between addresses of a state space and generic ones, which are windows."""
+    """`cvta`: convert between addresses of a state space and generic ones, which have windows."""
     *to, space, kind = form.modifiers
     if to not in ([], ["to"]) or kind not in ("u64", "u32"):
         raise ValueError("modifiers")

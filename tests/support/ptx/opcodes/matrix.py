@@ -1,7 +1,7 @@
 """Warp-level matrices: `ldmatrix`, `stmatrix`, `mma`.
 
-Fragments are those of "Matrix Fragments for mma.m16n8k16". Products of a matrix unit are summed in
-float32 here; hardware rounds the sum otherwise.
+Fragments are those of "Matrix Fragments for mma.m16n8k16". Products are summed in float32 here;
+hardware rounds the sum differently.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ C_AT = np.concatenate([((_GROUP + row) * 8 + 2 * _THREAD + _PAIR).T for row in (
 
 
 def widened(bits: np.ndarray, kind: str) -> np.ndarray:
-    """float32 of 16-bit floats."""
+    """Convert 16-bit floats to float32."""
     return bf16_to_f32(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
 
 
 def fragment(gets: list[Getter], at: np.ndarray, kind: str, shape: tuple[int, int], w: Warp):
-    """A matrix of 16-bit floats from the registers that hold it, in float32."""
+    """Read a matrix of 16-bit floats from registers, and convert it to float32."""
     raw = np.stack([get(w) for get in gets]).view(np.uint16)
     matrix = np.empty(shape[0] * shape[1], np.float32)
     matrix[at.reshape(-1)] = widened(raw, kind).reshape(-1)
@@ -38,7 +38,7 @@ def fragment(gets: list[Getter], at: np.ndarray, kind: str, shape: tuple[int, in
 
 
 def _eights(form: Form) -> tuple[int, bool]:
-    """How many 8 by 8 matrices, and whether transposed."""
+    """Return the number of 8 by 8 matrices, and whether they are transposed."""
     form.take("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
     count = next(int(m[1]) for m in form.modifiers if m in ("x1", "x2", "x4"))
     return count, "trans" in form.modifiers
@@ -46,7 +46,7 @@ def _eights(form: Form) -> tuple[int, bool]:
 
 @handles("ldmatrix")
 def ldmatrix(p: Program, form: Form) -> Step:
-    """`ldmatrix`: 8 by 8 matrices of 16-bit numbers, whose rows the lanes point at."""
+    """`ldmatrix`: load 8 by 8 matrices of 16-bit numbers; lanes hold the addresses of rows."""
     count, transposed = _eights(form)
     puts = [p.setter(name, "b32") for name in vector(form.operands[0])]
     get = p.shared_address(form.operands[1])

@@ -19,8 +19,8 @@ SCOPES = ("shared", "shared::cta", "shared::cluster", "b64", "release", "acquire
 def mbarrier(p: Program, form: Form) -> Step:
     """`mbarrier`: "Parallel Synchronization and Communication Instructions: mbarrier".
 
-    An arrival releases what its warp did before, a wait that succeeds acquires it. A wait for a
-    phase that is not complete leaves the warp until it is.
+    An arrival releases the warp's earlier accesses; a wait that succeeds acquires them. A wait for
+    an incomplete phase suspends the warp until the phase completes.
     """
     kind, *rest = form.modifiers
     operation = {"init": _init, "arrive": _arrive, "expect_tx": _expect, "inval": _inval}
@@ -39,7 +39,7 @@ def _lanes(w: Warp, *given: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def _init(p: Program, form: Form) -> Step:
-    """`mbarrier.init`: the arrivals of each phase; nothing else may use the 8 bytes."""
+    """`mbarrier.init`: set the arrivals of a phase; nothing else may use the 8 bytes."""
     form.take("shared", "shared::cta", "b64")
     at, count = p.shared_address(form.operands[0]), p.getter(form.operands[1], "u32")
 
@@ -59,7 +59,7 @@ def _init(p: Program, form: Form) -> Step:
 
 
 def _inval(p: Program, form: Form) -> Step:
-    """`mbarrier.inval`: the memory is free again."""
+    """`mbarrier.inval`: free the memory."""
     form.take("shared", "shared::cta", "b64")
     at = p.shared_address(form.operands[0])
 
@@ -76,7 +76,7 @@ def _inval(p: Program, form: Form) -> Step:
 def _arrive(p: Program, form: Form) -> Step:
     """`mbarrier.arrive`, with `.expect_tx` of bytes; each lane that runs arrives.
 
-    The state that it returns is not written: a register that nothing has written may not be read.
+    It does not write the returned state, so the kernel may not read that register.
     """
     form.take("expect_tx", *SCOPES)
     expects = "expect_tx" in form.modifiers
@@ -96,7 +96,7 @@ def _arrive(p: Program, form: Form) -> Step:
 
 
 def _expect(p: Program, form: Form) -> Step:
-    """`mbarrier.expect_tx`: more bytes, and no arrival."""
+    """`mbarrier.expect_tx`: expect more bytes, without an arrival."""
     form.take("relaxed", *SCOPES)
     at, number = p.shared_address(form.operands[0]), p.getter(form.operands[1], "u32")
 
@@ -108,9 +108,9 @@ def _expect(p: Program, form: Form) -> Step:
 
 
 def _wait(p: Program, form: Form) -> Step:
-    """`mbarrier.try_wait.parity`, `mbarrier.test_wait.parity`; the latter answers at once.
+    """`mbarrier.try_wait.parity`, `mbarrier.test_wait.parity`; the latter returns at once.
 
-    `try_wait` may give up, so that a kernel has to ask again: now and then it does so here.
+    `try_wait` may give up, so a kernel must retry: now and then it does so here.
     """
     form.take("parity", *SCOPES)
     if "parity" not in form.modifiers:

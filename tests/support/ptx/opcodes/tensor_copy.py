@@ -1,4 +1,4 @@
-"""`cp.async.bulk`: copies that a thread starts and the copy engine makes (TMA)."""
+"""`cp.async.bulk`: copies that a thread starts and the copy engine (TMA) performs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LOADS = ("shared::cta", "shared::cluster")
 
 
 def bulk(p: Program, form: Form) -> Step:
-    """`cp.async.bulk` and its groups: the modifiers behind `bulk`."""
+    """`cp.async.bulk` and its groups, by the modifiers after `bulk`."""
     first = form.modifiers[0] if form.modifiers else ""
     if first == "commit_group":
         return lambda w: w.groups[clocks.BULK].commit()
     if first == "wait_group":
-        # Writes to global memory are made at once here, so that `.read` is no less.
+        # Writes to global memory happen at once here, so `.read` makes no difference.
         form.take("wait_group", "read")
         left = int(form.operands[0])
         return lambda w: w.groups[clocks.BULK].wait(w, left)
@@ -37,7 +37,7 @@ def bulk(p: Program, form: Form) -> Step:
 
 
 def _box(p: Program, text: str, rank: int):
-    """A getter of the tensor map and the coordinates of `[map, {x, y, ...}]`, for each lane."""
+    """Return a getter of each lane's tensor map and coordinates in `[map, {x, y, ...}]`."""
     base, inner = re.match(r"\[\s*([%\w$@+]+)\s*,\s*\{([^}]*)\}\s*\]$", text).groups()
     tensor_map = p.address(f"[{base}]", True)
     coordinates = [p.getter(x.strip(), "s32") for x in inner.split(",")]
@@ -60,9 +60,9 @@ def _box(p: Program, text: str, rank: int):
 
 
 def _tensor_load(p: Program, form: Form) -> Step:
-    """`cp.async.bulk.tensor` into shared memory: a box, zeros outside, arriving on an mbarrier.
+    """`cp.async.bulk.tensor` into shared memory: a box, zeros outside, completing on an mbarrier.
 
-    With `.multicast::cluster` at the same place of every block in the mask.
+    With `.multicast::cluster` the box goes to the same place in every block of the mask.
     """
     _, dim, space, source, *rest = form.modifiers
     multicast = "multicast::cluster" in rest
@@ -96,7 +96,7 @@ def _tensor_load(p: Program, form: Form) -> Step:
 
 
 def _gather(w: Warp, tensor_map: TensorMap, first: tuple[int, ...]) -> np.ndarray:
-    """The bytes of a box, [n, 16]."""
+    """Return the bytes of a box, [n, 16]."""
     offset, inside = tensor_map.elements(first)
     values = np.zeros((offset.size, tensor_map.itemsize), np.uint8)
     if inside.any():
@@ -106,7 +106,7 @@ def _gather(w: Warp, tensor_map: TensorMap, first: tuple[int, ...]) -> np.ndarra
 
 
 def _global_bytes(w: Warp, tensor_map: TensorMap, offset: np.ndarray):
-    """`(offsets of every byte in the buffer, the buffer)`; the tensor must lie in one."""
+    """Return `(offsets of every byte in the buffer, the buffer)`; the tensor must lie in one."""
     memory = w.block.memory
     low = tensor_map.address + int(offset.min())
     high = tensor_map.address + int(offset.max()) + tensor_map.itemsize
@@ -145,9 +145,10 @@ def _begin(
 
 
 def _tensor_store(p: Program, form: Form) -> Step:
-    """`cp.async.bulk.tensor` to global memory: a box, what lies outside left out, in bulk groups.
+    """`cp.async.bulk.tensor` to global memory: a box without what lies outside, in bulk groups.
 
-    Shared memory is read until the group was waited for: a write there before is an error.
+    Shared memory counts as being read until the group is waited for: writing to it earlier is an
+    error.
     """
     _, dim, target, source, *rest = form.modifiers
     if (target, source, rest) != ("global", "shared::cta", ["bulk_group"]):
@@ -173,7 +174,7 @@ def _tensor_store(p: Program, form: Form) -> Step:
 
 
 def _plain_store(p: Program, form: Form) -> Step:
-    """`cp.async.bulk.global.shared::cta`: bytes as they lie, by 16."""
+    """`cp.async.bulk.global.shared::cta`: copy consecutive bytes, in multiples of 16."""
     if form.modifiers != ("global", "shared::cta", "bulk_group"):
         raise ValueError("modifiers")
     to, of = p.address(form.operands[0], True), p.shared_address(form.operands[1])

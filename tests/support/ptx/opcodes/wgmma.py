@@ -1,8 +1,8 @@
-"""`wgmma`: asynchronous products of a warpgroup, of operands in shared memory.
+"""`wgmma`: asynchronous products of a warpgroup, with operands in shared memory.
 
-Each of the four warps multiplies its 16 rows when it comes by. The result is in its registers once
-the group was waited for; until then they may not be read or written, the registers of A not
-written, and shared memory that is an operand not written by anybody.
+Each of the four warps multiplies its 16 rows when it reaches the instruction. The result is in its
+registers after it has waited for the group. Until then nothing may read or write these registers,
+write the registers of A, or write an operand in shared memory.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _mma_async(p: Program, modifiers: list[str], operands: tuple[str, ...]) -> S
 
 
 def _check_registers(w: Warp, slots: list[int]) -> None:
-    """Nothing has written them behind the last wgmma.fence."""
+    """Raise if a register was written after the last wgmma.fence."""
     fenced = w.fenced_registers
     for slot in slots:
         if slot not in w.products and (fenced is None or w.R[slot] is not fenced[slot]):
@@ -120,11 +120,11 @@ def _check_registers(w: Warp, slots: list[int]) -> None:
 
 
 def matrix(w: Warp, descriptor: int, first: int, rows: int, across: bool) -> np.ndarray:
-    """Rows `[first, first + rows)` by 16 columns of an operand in shared memory, 16-bit numbers.
+    """Read rows `[first, first + rows)` by 16 columns of 16-bit numbers from shared memory.
 
-    "Matrix Descriptor Format" and "Strides": addresses by 16 bytes. Patterns of 8 rows of the
-    swizzle's width lie `stride` apart along rows; if the matrix is stored transposed (`across`, its
-    rows contiguous) `leading` is between patterns along rows and `stride` along columns.
+    See "Matrix Descriptor Format" and "Strides": addresses count 16 bytes. Patterns of 8 rows of
+    the swizzle's width lie `stride` apart along rows. If the matrix is stored transposed (`across`,
+    with contiguous rows), patterns lie `leading` apart along rows and `stride` along columns.
     """
     start, leading, stride = (descriptor >> at & 0x3FFF for at in (0, 16, 32))
     swizzle = SWIZZLE[descriptor >> 62]
