@@ -1,4 +1,4 @@
-"""jattn.cascade_attention is the flat call, within twice its own error; wrong sharing is not."""
+"""`cascade_attention` equals the flat call, within twice its error; wrong sharing shows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.compiled import compilations
 pytestmark = pytest.mark.usefixtures("each_row")
 
 S, K, H, D, SHARED = 16, 2, 6, 64, 4
-# Empty, and just past the shared blocks; a token of padding at the end.
+# An empty sequence, one just past the shared blocks, others; a token of padding at the end.
 QUERY_LENS, SEQ_LENS = (0, 1, 3, 9, 1), (0, 65, 80, 130, 97)
 
 
 def make(dtype: str, kv_layout: str):
-    """`(query, caches, options)` of a batch whose sequences share their first blocks."""
+    """Make `(query, caches, options)` of a batch whose sequences share their first blocks."""
     rng = np.random.default_rng(7)
     blocks = rng.permutation(60)
     tables = np.full((5, 9), 10**6, np.int32)
@@ -54,7 +54,7 @@ def make(dtype: str, kv_layout: str):
 
 
 def errors(have, exact) -> list[float]:
-    """The largest error of out and of lse, infinities being equal."""
+    """Return the largest errors of out and lse; infinities must be equal."""
     found = []
     for x, want in zip(have, exact, strict=True):
         x, want = (np.asarray(y).astype(np.float64) for y in (x, want))
@@ -65,7 +65,7 @@ def errors(have, exact) -> list[float]:
 
 
 def budget(plain: list[float], exact, dtype: str) -> list[float]:
-    """Twice the flat call's errors and two ulps of the largest numbers."""
+    """Return twice the flat call's errors plus two ulps of the largest numbers."""
     size = [np.abs(np.where(np.isfinite(x), x, 0)).max() for x in map(np.float64, exact)]
     eps = float(jnp.finfo(dtype).eps), float(jnp.finfo(jnp.float32).eps)
     return [2 * e + 2 * u * n for e, u, n in zip(plain, eps, size, strict=True)]
@@ -92,13 +92,13 @@ def test_it_is_the_flat_call(dtype, kv_layout):
         assert have[0].dtype == query.dtype
         found = errors(have, exact)
         assert all(e <= most for e, most in zip(found, allowed, strict=True)), (found, allowed)
-    # One block less that is really shared, or another one's: found by the same budget.
+    # If one sequence's first blocks are not the shared ones, the same budget rejects the result.
     tables = np.array(options["block_tables"])
     tables[1, :SHARED] = np.roll(tables[1, :SHARED], 1)
     tables[1, 0] = tables[2, SHARED]
     wrong = shared(SHARED, {**options, "block_tables": jnp.asarray(tables)})
     assert all(e > 2 * most for e, most in zip(errors(wrong, exact), allowed, strict=True))
-    # Of a sequence's 9 queries 7 are in the prefix.
+    # 7 of a sequence's 9 queries are in the prefix.
     lens = options["seq_lens"].at[3].set(SHARED * S + 2)
     for x in map(np.asarray, shared(SHARED, {**options, "seq_lens": lens})):
         assert np.isnan(x[4:13]).all()
@@ -110,7 +110,7 @@ def test_decode_with_padding_and_broken_promises():
     options = {name: options[name] for name in ("block_tables", "seq_lens", "return_lse")}
     lens = np.array(options["seq_lens"])
     lens[2] = SHARED * S  # its query is in the prefix
-    lens[3] = 9 * S + 1  # a key more than its table has room for
+    lens[3] = 9 * S + 1  # one key more than its table has room for
     options["seq_lens"] = jnp.asarray(lens)
     right, broken = np.array([0, 1, 4]), np.array([2, 3])
 
@@ -133,7 +133,7 @@ def test_decode_with_padding_and_broken_promises():
 
 @pytest.mark.slow
 def test_gradients_are_the_flat_calls():
-    """To the query, the keys and values of shared and own blocks, scales, sinks and the cap."""
+    """Of the query, keys and values in shared and other blocks, scales, sinks and the cap."""
     query, caches, options = make("float32", "HND")
     caches = [jnp.nan_to_num(cache.data) for cache in caches]  # NaN times a zero gradient is NaN
     names = ("logits_soft_cap", "sinks", "k_scale", "v_scale")
@@ -158,14 +158,14 @@ def test_gradients_are_the_flat_calls():
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-def test_an_array_out_of_range_breaks_the_promise_of_every_sequence():
+def test_a_count_out_of_range_gives_nan_in_every_sequence():
     query, caches, options = make("float32", "HND")
     run = jax.jit(
         lambda count: jattn.cascade_attention(query, *caches, num_shared_blocks=count, **options)
     )
     real = sum(QUERY_LENS)
     assert np.isfinite(np.asarray(run(jnp.int32(SHARED))[0])).all()
-    # A table of 256 blocks is wider than 8 bits can say.
+    # A table of 256 blocks is wider than 8 bits can count.
     tables = jnp.pad(options["block_tables"], ((0, 0), (0, 256 - 9)))
     wide = {**options, "block_tables": tables}
     out, _ = jattn.cascade_attention(query, *caches, num_shared_blocks=jnp.uint8(SHARED), **wide)

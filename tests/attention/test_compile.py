@@ -1,7 +1,7 @@
 """Compiled programs: nothing compiles twice, nothing the size of a pool is copied.
 
-Also the transformations a serving loop uses: jit with donation, scan over layers, vmap, gradients,
-shard_map; and what importing jattn starts.
+Also covers the transformations of a serving loop: jit with donation, scan over layers, vmap,
+gradients, shard_map, and export.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_new_numbers_never_compile():
         frame=(24, 4, 5, 16),
     )
     batch = problems.build(problem)
-    # NumPy arrays, whose way to the device is compiled, too, once per shape.
+    # NumPy arrays too: moving them to the device is also compiled, once per shape.
     arrays = ("sinks", "alibi_slopes", "k_scale", "v_scale", "is_causal")
     given = {name: np.asarray(batch.kwargs[name]) for name in arrays}
     with compilations(at_least=1):
@@ -68,7 +68,7 @@ def test_new_numbers_never_compile():
 
 
 def test_a_jitted_step_compiles_once():
-    """Writing and reading in one jitted step, over the steps of a decode with donated caches."""
+    """One jitted step writes and reads donated caches, over the steps of a decode."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(caches, query, key, value, meta):
@@ -93,7 +93,7 @@ def test_a_jitted_step_compiles_once():
 
 
 def caches_like(num_blocks: int, format, kv_layout: str, plain: bool = False, size: int = 16):
-    """A pair of caches as ShapeDtypeStructs, of 2 KV heads and D = V = 32."""
+    """Return a pair of caches of ShapeDtypeStructs, with 2 KV heads and D = V = 32."""
     inner = (size, 2) if kv_layout == "NHD" else (2, size)
     shape = (num_blocks, *inner, 32)
     if plain:
@@ -116,7 +116,7 @@ ALL = [
     for format in problems.FORMATS.values()
     for layout in calls.LAYOUTS
 ]
-# One of each way of reading and writing scales per token or block.
+# Formats without scales per token or block, and one for each way of reading and writing these.
 READ = [p for p in ALL if p.id.endswith("HND") and p.values[0].per in (None, "head")]
 READ += [p for p in ALL if p.id in ("int4_zero-HND", "fp8_e4m3_block-HND", "int8_zero-NHD")]
 WRITTEN = [p for p in ALL if p in READ or p.values[0].per in (None, "head")]
@@ -154,11 +154,11 @@ def test_writing_copies_nothing(format, kv_layout, plain):
 
 
 def two_by_two(params):
-    """Keys in one format and values in another, of one layout: half as many to compile."""
+    """Pair keys of one format with values of another, in one layout: half as many programs."""
     for layout in calls.LAYOUTS:
         mine = [p for p in params if p.values[1] == layout]
         for keys, values in zip(mine[::2], [*mine[1::2], mine[0]], strict=False):
-            quick = "zero" in keys.id  # as many parts as any; CI tries all
+            quick = "zero" in keys.id  # the format with the most arrays; CI runs all
             marks = () if quick else pytest.mark.extended
             name = f"{keys.id}-{values.id}"
             yield pytest.param(keys.values, values.values, id=name, marks=marks)
@@ -175,7 +175,7 @@ def two_by_two(params):
     ],
 )
 def test_reading_allocates_nothing_that_grows_with_the_pool(keys, values):
-    """A mixed call, which holds both loops; the larger pools are of 256 MiB and more."""
+    """In a mixed call, which has both loops; the larger pools have 256 MiB and more."""
     temporaries, kv_layout = [], keys[1]
     words = max(keys[0].values_per_word, values[0].values_per_word)
     for num_blocks in (2**10, 2**17 * words):
@@ -212,7 +212,7 @@ def layers_problem() -> problems.Batch:
 
 
 def test_scan_over_layers_in_one_pool():
-    """Layers share one pool [L * N, K, S, D], donated, as the carry: nothing copies it."""
+    """Layers share a donated pool [L * N, K, S, D] as the carry, which nothing copies."""
     batch = layers_problem()
     num_blocks = batch.key_cache.shape[0]
     rng = np.random.default_rng(8)
@@ -249,7 +249,7 @@ def test_scan_over_layers_in_one_pool():
         expected.append(jattn.paged_attention(queries[i], *one, block_tables=tables, seq_lens=lens))
     _, outs = model(pools, queries, news)
     assert pools[0].data.is_deleted()
-    # The same loop on the same numbers: the same bits, whatever the pool around them.
+    # The same loop on the same numbers gives the same bits, whatever the pool around them.
     np.testing.assert_array_equal(
         np.asarray(outs, np.float32), np.stack([np.asarray(x, np.float32) for x in expected])
     )
@@ -284,7 +284,7 @@ def test_vmap_over_a_leading_batch():
 
 
 def dense_in_jax(batch: problems.Batch, query, keys, values, numbers):
-    """Dense attention of the batch's real rows, differentiable: keys and values per sequence."""
+    """Differentiable dense attention of the batch's real rows; keys and values per sequence."""
     view = batch.view
     outs = []
     for b in range(view.num_seqs):
@@ -326,7 +326,7 @@ def test_gradients(options):
     real = int(batch.view.starts[-1])
     rng = np.random.default_rng(2)
     weights = rng.standard_normal((real, 4, 8)).astype(np.float32)
-    # Padded rows and unowned slots hold NaN, and no gradient may come from them either.
+    # Padded rows and unowned slots hold NaN, which must not reach a gradient.
     query = jnp.asarray(batch.query)
 
     numbers = {"scale": jnp.float32(batch.view.scale)}
@@ -347,7 +347,7 @@ def test_gradients(options):
     given = (query[:real], keys, values, numbers)
     *want, want_numbers = jax.jit(jax.grad(plain, argnums=(0, 1, 2, 3)))(*given)
     have = [np.asarray(x) for x in have]
-    # Float32 gradients of sums over some dozen keys.
+    # Gradients are float32 sums over some dozen keys.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
     close(have[0][:real], want[0])
     for name, gradient in want_numbers.items():
@@ -368,7 +368,7 @@ def test_gradients(options):
 
 @pytest.mark.extended
 def test_shard_map_over_kv_heads():
-    """Two devices hold half of the heads each; together they are the whole."""
+    """Two devices with half of the heads each compute what one device does."""
     code = """
 import functools
 import jax, jax.numpy as jnp, numpy as np
@@ -408,7 +408,7 @@ print("same")
 @pytest.mark.extended
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_pools_past_two_to_the_31(kv_layout):
-    """A pool of more than 2^31 elements: its last block is written, and read back."""
+    """The last block of a pool of more than 2^31 elements is written and read back."""
     size, dim = 128, 512
     num_blocks = 2**31 // (size * dim) + 2
     caches = jattn.init_kv_cache(
@@ -438,7 +438,7 @@ def test_pools_past_two_to_the_31(kv_layout):
 
 
 def test_exported_functions_take_caches_metadata_and_tables():
-    """Saved to bytes, read back, called: what is static comes back as it was."""
+    """A function saved to bytes and read back takes them; what is static stays as it was."""
     caches = jattn.init_kv_cache(8, 1, 16, 32, format=jattn.Fp8("e5m2", "block"), kv_layout="NHD")
     tables = jb.init_block_tables([jb.BlockGroup(16, 4, context=jb.ContextParallel(2, 1))], 2)
     batch = jattn.AttentionMetadata.from_lengths([1], [3], [[2]], 16, max_query_len=np.max([1]))

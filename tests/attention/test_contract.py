@@ -1,6 +1,6 @@
 """The contract: what never reaches an output, what an empty row returns, how calls compose.
 
-All problems share one frame, so that a set of options is compiled once.
+All problems share one frame, so that each set of options is compiled only once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def with_options(*options: str) -> problems.Problem:
 
 
 def check(batch: problems.Batch, **changes) -> tuple[np.ndarray, np.ndarray]:
-    """Run, hold to the budget, return `(out, lse)`."""
+    """Run the batch, check it against the budget, and return `(out, lse)`."""
     out, lse = batch.run(**changes)
     budget.of(batch).check(out, lse)
     return out, lse
 
 
 def cleaned(batch: problems.Batch) -> problems.Batch:
-    """The same batch with zeros wherever the contract says that nothing is read."""
+    """Return the batch with zeros wherever the contract says that nothing is read."""
     p = batch.problem
     tables = np.asarray(batch.kwargs["block_tables"]).copy()
     owned = np.zeros((batch.key_cache.shape[0], p.block_size), bool)
@@ -114,8 +114,8 @@ def test_rows_that_see_nothing(ragged, sinks):
     np.testing.assert_array_equal(lse[blind], empty.astype(np.float32))
 
 
-def test_decode_of_as_many_rows_as_sequences_of_which_one_has_none():
-    """The token of each sequence behind it is not in the row that has its number."""
+def test_decode_where_one_sequence_has_no_query_token():
+    """For sequences after it, the row of the query token is not the sequence's number."""
     lengths = {"query_lens": (1, 1, 0, 1, 1, 1, 1, 1), "seq_lens": (1, 17, 4, 15, 130, 16, 23, 9)}
     check(problems.build(with_options().replace(frame=(8, 8, 10, 40), **lengths)), max_query_len=1)
 
@@ -178,7 +178,7 @@ def test_batch_padding_does_not_matter():
 
 
 def test_reading_writes_nothing_and_any_query_may_read():
-    """A layer that shares another's cache attends with queries of its own and no new keys."""
+    """A layer that shares another layer's cache attends with its own queries and no new keys."""
     batch = problems.build(BASE)
     before = [np.asarray(cache.data).copy() for cache in (batch.key_cache, batch.value_cache)]
     rng = np.random.default_rng(3)
@@ -194,7 +194,7 @@ def test_reading_writes_nothing_and_any_query_may_read():
 
 
 def split(batch: problems.Batch, block: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same queries over the first `block` blocks of every sequence, and over the rest."""
+    """Run the same queries over the first `block` blocks of every sequence, and over the rest."""
     size = batch.problem.block_size
     tables = np.asarray(batch.kwargs["block_tables"])
     lens = np.asarray(batch.kwargs["seq_lens"])
@@ -226,7 +226,7 @@ def test_a_sink_is_a_merge():
     merged = jattn.merge_attention_states(
         jnp.asarray(out), jnp.asarray(lse), jnp.full(out.shape, jnp.nan), jnp.asarray(sinks)
     )
-    assert np.isnan(np.asarray(merged[0])).all(), "what a sink brings must be zeros"
+    assert np.isnan(np.asarray(merged[0])).all(), "the out of a sink must be zeros"
     merged = jattn.merge_attention_states(
         jnp.asarray(out), jnp.asarray(lse), jnp.zeros(out.shape), jnp.asarray(sinks)
     )
@@ -238,9 +238,10 @@ def test_a_sink_is_a_merge():
     "lses", [(0.5, 1.5), (2.0, 2.0), (-np.inf, 1.0), (1.0, -np.inf), (-np.inf, -np.inf)]
 )
 def test_gradients_of_a_merge(lses):
-    """With w_i = exp(lse_i - lse): lse by lse_i is w_i, out by lse_i is w_i (out_i - out).
+    """With w_i = exp(lse_i - lse): d lse / d lse_i = w_i, d out / d lse_i = w_i (out_i - out).
 
-    A result of nothing has no share and no gradient, whatever its `out` holds."""
+    An empty result has no share and no gradient, whatever its `out` holds.
+    """
     rng = np.random.default_rng(13)
     outs = rng.standard_normal((2, 4)).astype(np.float32)
     outs[np.isneginf(lses)] = np.nan
@@ -273,7 +274,7 @@ def test_merging_is_associative_commutative_and_neutral(lses):
     parts = []
     for lse in lses:
         out = rng.standard_normal((1, 4)).astype(np.float32)
-        # The output of an lse of -inf is never read.
+        # Where lse is -inf, out is never read.
         out = np.full_like(out, np.nan) if lse == -np.inf else out
         parts.append((jnp.asarray(out), jnp.full((1,), lse, jnp.float32)))
     a, b, c = parts
@@ -291,7 +292,7 @@ def test_merging_is_associative_commutative_and_neutral(lses):
     ulp = np.finfo(np.float32).eps
     for out, lse in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, merge(b, a))):
         np.testing.assert_allclose(np.asarray(out)[0], exact, rtol=0, atol=8 * ulp * 4)
-        # exp turns an error of the lse into one relative to it
+        # exp turns an absolute error of the lse into a relative one
         np.testing.assert_allclose(float(lse[0]), exact_lse, rtol=4 * ulp, atol=8 * ulp)
     nothing = jnp.full((1, 4), jnp.nan), jnp.full((1,), -jnp.inf)
     for out, lse in (merge(a, nothing), merge(nothing, a)):
@@ -301,7 +302,7 @@ def test_merging_is_associative_commutative_and_neutral(lses):
 
 
 def test_causal_per_sequence():
-    """An array of flags means what the bool means, sequence by sequence."""
+    """An array of flags means the same as the bool, for each sequence."""
     batch = problems.build(with_options("is_causal_per_sequence"))
     check(batch)
     for flag in (True, False):
@@ -326,7 +327,7 @@ def test_the_widest_window_is_no_window():
 
 @pytest.mark.parametrize("cap", [1e-3, 50.0])
 def test_a_cap_bounds_huge_logits(cap):
-    """Logits of 10^4: without a cap a softmax picks one key, with one it must not overflow."""
+    """At logits of 10^4 a softmax without a cap picks one key; a cap must not overflow."""
     batch = problems.build(with_options("logits_soft_cap"))
     view = batch.view.replace(scale=float(np.float32(1e4)), cap=float(np.float32(cap)))
     kwargs = {**batch.kwargs, "scale": 1e4, "logits_soft_cap": cap}
@@ -351,7 +352,7 @@ def test_a_broken_bound_on_query_lengths_gives_nan(bound):
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("bad", [-1, "N", 10**6, -(2**31)])
 def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
-    """The sequence's rows, and no other's; unused ids may be anything."""
+    """Only the rows of that sequence are NaN; unused ids may be anything."""
     problem = with_options("sliding_window")
     if not ragged:
         query_lens, seq_lens = problems.lengths(problem.block_size, ragged)
@@ -364,12 +365,12 @@ def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
     one_key_in_its_last_block = problem.seq_lens.index(problem.block_size + 1)
     for victim in (longest, one_key_in_its_last_block):
         tables = right.copy()
-        tables[longest, :1] = -1  # behind the window
+        tables[longest, :1] = -1  # outside the window
         last = (problem.seq_lens[victim] - 1) // problem.block_size
         tables[victim, last] = batch.key_cache.shape[0] if bad == "N" else bad
         out, lse = batch.run(block_tables=jnp.asarray(tables))
         promises.check(batch, out, lse, {victim})
-    assert problem.seq_lens[longest] > 4 * problem.block_size, "the window leaves blocks behind"
+    assert problem.seq_lens[longest] > 4 * problem.block_size, "all blocks are in the window"
     right[longest, :1] = -1
     budget.of(batch).check(*batch.run(block_tables=jnp.asarray(right)))
 
@@ -390,7 +391,7 @@ def test_more_keys_than_the_table_has_room_for_give_nan():
 
 
 @pytest.mark.parametrize("mistake", promises.MISTAKES)
-def test_starts_that_say_nothing_give_nan_everywhere(mistake):
+def test_invalid_starts_give_nan_everywhere(mistake):
     out, lse = promises.with_starts(problems.build(BASE), mistake).run()
     assert np.isnan(out).all()
     assert np.isnan(lse).all()
@@ -409,8 +410,8 @@ def test_starts_that_say_nothing_give_nan_everywhere(mistake):
     ],
     ids=str,
 )
-def test_numbers_that_mean_nothing_give_nan_as_arrays(wrong):
-    """As Python numbers they are refused."""
+def test_meaningless_numbers_give_nan_as_arrays(wrong):
+    """If they are Python numbers, they are refused."""
     batch = problems.build(BASE)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         batch.run(**wrong)
@@ -424,7 +425,7 @@ def test_numbers_that_mean_nothing_give_nan_as_arrays(wrong):
 
 
 def test_a_nan_that_is_seen_shows():
-    """In out and lse both: a row of NaN must not merge as one that saw nothing."""
+    """In both out and lse: a row of NaN must not merge as if it had seen nothing."""
     batch = problems.build(BASE)
     query = batch.query.copy()
     query[0] = np.nan
@@ -485,7 +486,7 @@ def test_inside_jit_it_is_the_same_call():
     budget.of(batch).check(*map(np.asarray, have))
 
 
-def test_lengths_below_0_are_those_of_empty_sequences():
+def test_negative_lengths_mean_empty_sequences():
     batch, victim = problems.build(with_options("sinks")), int(np.argmax(BASE.query_lens))
     for length in (-1, -(2**31)):
         lens = np.array(batch.kwargs["seq_lens"])
@@ -523,7 +524,7 @@ def test_the_reference_keeps_the_same_promises():
     assert np.isnan(batch.run("reference", query_start_loc=starts)[0]).all()
 
 
-def test_merging_nothing_with_nothing_makes_no_nan_on_the_way():
+def test_merging_empty_results_makes_no_nan_internally():
     nothing = jnp.zeros((2, 4)), jnp.asarray([-jnp.inf, 0.0])
     with jax.debug_nans(True):
         out, lse = jattn.merge_attention_states(*nothing, *nothing)

@@ -1,4 +1,4 @@
-"""Wrong arguments: one ValueError that names all of it, before anything is read or written."""
+"""Wrong arguments: one ValueError names them all, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def zeros(shape: tuple, dtype=np.float32) -> jax.Array:
 
 
 def good() -> dict:
-    """Arguments that fit."""
+    """Return valid arguments."""
     return {
         "query": ones((T, H, D)),
         "key_cache": ones((N, K, S, D)),
@@ -46,17 +46,17 @@ def words(shape: tuple, format: str = "e4m3", scale=None) -> jattn.KVArray:
 
 
 def refused(where=jattn.paged_attention, **changes) -> str:
-    """The message of the ValueError that `changes` to good arguments bring."""
+    """Return the message of the ValueError that `changes` to good arguments cause."""
     given = {**good(), **changes}
     with pytest.raises(ValueError, match=r"^paged_attention: \d+ wrong argument") as error:
         where(**given)
     with pytest.raises(ValueError, match=re.escape(str(error.value))):
-        jattn.explain(**given)  # explain checks a call as the call would
+        jattn.explain(**given)  # explain makes the same checks as the call
     return str(error.value)
 
 
 def named(message: str) -> set[str]:
-    """The arguments a message names, one per line."""
+    """Return the arguments that a message names, one per line."""
     return set(re.findall(r"^  - ([\w.]+): ", message, flags=re.M))
 
 
@@ -66,7 +66,7 @@ def test_the_good_call_is_good():
 
 
 f32, i32 = jnp.float32, jnp.int32
-WRONG = [  # an argument, its value, how the message calls it, what it must be
+WRONG = [  # an argument, its value, how the message describes it, what it must be
     ("query", ones((T, D)), "float32[6, 8]", "[T, H, D]"),
     ("query", ones((T, H, D), i32), "int32[6, 4, 8]", "one of"),
     ("query", None, "None", "[T, H, D]"),
@@ -159,7 +159,7 @@ def test_every_argument_is_tried():
 
 
 def test_arguments_are_those_of_the_signature():
-    """By name, order and default."""
+    """They agree in names, order and defaults."""
 
     def of(function):
         parameters = inspect.signature(function).parameters.values()
@@ -169,7 +169,7 @@ def test_arguments_are_those_of_the_signature():
 
 
 def test_every_argument_has_a_kind():
-    """And what is not static is an array among the operands."""
+    """And each argument that is not static is an array among the operands."""
     parameters = inspect.signature(jattn.paged_attention).parameters.values()
     assert list(arguments.KINDS) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     dynamic = {name for name, kind in arguments.KINDS.items() if not kind.static}
@@ -180,7 +180,7 @@ def test_every_argument_has_a_kind():
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("options", [(), *((option,) for option in calls.OPTIONS)], ids="-".join)
 def test_operands_hold_an_array_where_options_name_it(options, format):
-    """So kernels may ask either."""
+    """So kernels may check either."""
     query_lens, seq_lens = (2, 1), (5, 3)
     problem = problems.Problem(query_lens, seq_lens, format=format, options=frozenset(options))
     call, operands = problems.build(problem).call()
@@ -193,7 +193,7 @@ def test_operands_hold_an_array_where_options_name_it(options, format):
 
 
 class Foreign:
-    """A tensor of another library: its dtype is none that NumPy knows."""
+    """A tensor of another library, with a dtype that NumPy does not know."""
 
     dtype = "fp32"
 
@@ -250,7 +250,7 @@ def test_several_mistakes_are_all_named():
     ids=["query", "block_tables", "key_cache", "uint8", "kv_layout"],
 )
 def test_a_mistake_does_not_hide_others(broken):
-    """Arguments that can be checked without the broken one are checked."""
+    """Arguments that can be checked without the broken one still are."""
     message = refused(
         **broken,
         scale="auto",
@@ -286,7 +286,7 @@ def kvarrays(**changes) -> dict:
     return {name: cache.replace(**changes.get(name, {})) for name, cache in made.items()}
 
 
-def test_kvarrays_that_do_not_hold_up():
+def test_inconsistent_kvarrays_are_refused():
     message = refused(**kvarrays(key_cache={"data": zeros((N, K, S, D))}))
     assert named(message) == {"key_cache.data"}
     assert "float32[7, 2, 4, 8], but must be uint8 words" in message
@@ -389,7 +389,7 @@ def test_update_refuses_and_writes_nothing(key):
     with pytest.raises(ValueError, match=r"^update_kv_cache: ") as error:
         jattn.update_kv_cache(**given)
     assert named(str(error.value)) == names
-    # Under jit with donation too: the refusal comes before the caches are given away.
+    # Under jit with donation too: the error comes before the caches are donated.
     arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
     static = {name: x for name, x in given.items() if name not in arrays}
     donate = tuple(name for name in ("key_cache", "value_cache") if name in arrays)
@@ -419,7 +419,7 @@ def test_unsupported_names_every_reason():
     assert "no implementation among ('mosaic_gpu', 'triton')" in message
     for name in names:
         assert f"\n  - {name}: " in message
-    # D = 8 and S = 4 are too small for both, and one has no float32.
+    # D = 8 and S = 4 are too small for both, and one does not support float32.
     assert message.count("head size D is 8") == 2
     assert message.count("block size S is 4") == 2
     assert "query dtype is float32; it takes bfloat16, float16" in message
@@ -449,7 +449,7 @@ def test_explain():
 
 @pytest.mark.parametrize("row", implementations.ROWS, ids=lambda row: row.implementation)
 def test_results_of_a_row_are_committed(row):
-    """Results that stand for hardware are in a file that everyone can read."""
+    """Test results from real hardware are in a file that everyone can read."""
     folder = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
     if row.results is None:
         return
@@ -487,7 +487,7 @@ def test_support_table():
 
 
 def test_wide_and_foreign_integers_are_never_cut():
-    """Concrete NumPy integers are checked before they are narrowed to int32."""
+    """Concrete NumPy integers are checked before conversion to int32."""
     good = {"block_tables": np.zeros((1, 1), np.int64), "seq_lens": np.ones(1, np.int64)}
     query, pool = ones((1, 1, 8)), ones((2, 1, 4, 8))
     assert np.isfinite(np.asarray(jattn.paged_attention(query, pool, pool, **good))).all()

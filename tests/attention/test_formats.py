@@ -1,4 +1,4 @@
-"""Formats: every rounding against ml_dtypes, and what a KVArray goes through unharmed."""
+"""Formats: every rounding against ml_dtypes, and transformations that keep a KVArray intact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ by_name = {"ids": lambda format: format.name}
 
 
 def finite_values(format) -> np.ndarray:
-    """Every finite number of a format, ascending, as float64."""
+    """Return every finite number of a format, ascending, as float64."""
     words = np.arange(2 ** (8 * format.word_dtype.itemsize), dtype=format.word_dtype)
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = words.view(format.value_dtype).astype(np.float64)
@@ -31,9 +31,9 @@ def finite_values(format) -> np.ndarray:
 
 
 def edges(format) -> np.ndarray:
-    """float32 numbers around every rounding decision: values, midpoints, and their neighbours."""
+    """Return float32 numbers at every rounding decision: values, midpoints, and neighbours."""
     values = finite_values(format)
-    if len(values) > 2000:  # 16 bits: all of the smallest, some of the others
+    if len(values) > 2000:  # 16 bits: all of the smallest values, some of the others
         small = np.abs(values) < 4 * float(jnp.finfo(format.value_dtype).tiny)
         keep = np.arange(len(values)) % 37 == 0
         index = np.flatnonzero(small | keep)
@@ -45,7 +45,7 @@ def edges(format) -> np.ndarray:
     points = np.concatenate([values.astype(np.float32)[index], middles])
     up, down = (np.nextafter(points, np.float32(end)) for end in (np.inf, -np.inf))
     found = np.concatenate([points, up, down])
-    # XLA for CPU may flush float32's own sub-normals to zero: no format here has numbers there.
+    # XLA for CPU may flush float32 subnormals to zero; no format here has numbers that small.
     tiny = np.finfo(np.float32).tiny
     return found[(np.abs(found) >= tiny) | (found == 0)].astype(np.float32)
 
@@ -136,7 +136,7 @@ def test_16_bit_keeps_nan_and_overflows_to_infinity(format):
     ],
 )
 def test_writing_into_slots(format, kv_layout):
-    """Slots in any order; those below 0 and past the pool write nothing anywhere."""
+    """Slots may come in any order; those below 0 and past the pool write nothing."""
     rng = np.random.default_rng(1)
     num_blocks, kv_heads, size, dims = 5, 3, 4, (32, 16)
     caches = jattn.init_kv_cache(
@@ -237,7 +237,7 @@ def test_a_kvarray_is_a_pytree(format, tmp_path):
 
 @pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
 def test_planners_size_every_format(format):
-    """Bytes per token and per page are those of real caches, alone and as a pair of formats."""
+    """Bytes per token and per page match real caches, for one format and for a pair."""
     heads, size, dim, value_dim = 3, 4, 32, 16
     for pair in (format, (format, format), (format, jattn.Int4(True)), (jattn.Dense(), format)):
         caches = jax.eval_shape(
@@ -396,7 +396,7 @@ def test_integers_round_ties_to_even(format):
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_a_scale_per_head_scales_heads_in_both_layouts(kv_layout):
-    """As many KV heads as tokens a block would hide a scale along the wrong axis."""
+    """K differs from S: if they were equal, a scale along the wrong axis would not show."""
     scale = jnp.asarray([1.0, 4.0, 16.0])
     values = jnp.ones((2, 3, 5, 8)) * scale[None, :, None, None]
     values = values if kv_layout == "HND" else values.swapaxes(1, 2)
@@ -406,7 +406,7 @@ def test_a_scale_per_head_scales_heads_in_both_layouts(kv_layout):
 
 
 def test_a_cache_knows_its_layout():
-    """H % S == 0 hides a wrong layout from every check of shapes."""
+    """With H % S == 0, no check of shapes would notice a wrong layout."""
     caches = jattn.init_kv_cache(4, 4, 2, 16, kv_layout="NHD")
     rows = jnp.arange(3 * 4 * 16, dtype=jnp.float32).reshape(3, 4, 16) / 100
     slots = jnp.asarray([2, 3, 4], jnp.int32)
@@ -455,7 +455,7 @@ def test_equal_caches_are_equal():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_writing_into_plain_arrays_keeps_every_other_bit(dtype):
-    """Also those of NaNs, of which a conversion keeps one."""
+    """Including NaN bits, which a conversion would make canonical."""
     dtype = jnp.dtype(dtype)
     words = np.dtype(f"uint{8 * dtype.itemsize}")
     pool = np.random.default_rng(3).integers(0, 2**16, (4, 2, 8, 64)).astype(words)

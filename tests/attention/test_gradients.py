@@ -1,7 +1,7 @@
-"""Gradients of every number a call carries, against differences of the float64 oracle.
+"""Gradients of every number in a call, against finite differences of the float64 oracle.
 
-The budget is the error that jax.grad of a plain float32 computation makes: at most twice that, and
-a few units in the last place of the largest gradient.
+The budget is twice the error of jax.grad of a plain float32 computation, plus a few units in the
+last place of the largest gradient.
 """
 
 import functools
@@ -74,7 +74,7 @@ def plain(n):
 
 
 def exact(name):
-    """Central differences of the oracle's loss, component by component, in float64."""
+    """Return central differences of the oracle's loss, component by component, in float64."""
     given = calls.Arguments(QUERY, KEYS, VALUES, **FIXED, **NUMBERS)
     call = calls.describe_call(given)
     operands = calls.take_operands(call, given)
@@ -95,7 +95,7 @@ def exact(name):
 
 @functools.cache
 def gradients(implementation):
-    """Of all the numbers, in float64; `implementation` None for plain code."""
+    """Return the gradients of all numbers in float64; `implementation=None` is plain code."""
     loss = plain if implementation is None else functools.partial(ours, implementation)
     return jax.tree.map(np.float64, jax.jit(jax.grad(loss))(NUMBERS))
 
@@ -105,7 +105,7 @@ def test_the_gradient_of_a_number(name, each_differentiable_row):
     want, naive = exact(name), gradients(None)[name]
     have = gradients(each_differentiable_row.implementation)[name]
     ulp = np.finfo(np.float32).eps * np.abs(want).max()
-    # Sums over all T * H rows: their own rounding is a few ulps of the loss's terms.
+    # Gradients are sums over all T * H rows, whose rounding is a few ulps of the loss's terms.
     terms = np.finfo(np.float32).eps * np.sqrt(T * H) * np.abs(W_OUT).max()
     budget = 2 * np.abs(naive - want).max() + 4 * ulp + 4 * terms
     assert np.abs(want).min() > 20 * budget  # a missing term would show

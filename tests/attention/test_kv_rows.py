@@ -1,4 +1,4 @@
-"""`KVRows`: keys and values of a cache side by side in one array, in the shapes that hosts use."""
+"""`KVRows`: keys and values side by side in one array, in the shapes that hosts use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def some_extended(cases, *names):
-    """The cases as parameters, those of some names for the extended run."""
+    """Return cases as parameters, with those of `names` marked `extended`."""
     return [
         pytest.param(*(x if isinstance(x[0], tuple) else (x,)), id=name,
                      marks=[pytest.mark.extended] if name in names else [])
@@ -44,7 +44,7 @@ def batch():
 
 
 def pool_of(keys, values, shape):
-    """Keys and values [N, S, K, D] in a cache of a shape; NaN in what no head owns."""
+    """Put keys and values [N, S, K, D] into a cache of this shape, with NaN in unused places."""
     both = jnp.stack([keys, values], 3).reshape(N, S, -1)
     missing = int(np.prod(shape[2:])) - both.shape[2]
     both = jnp.pad(both, ((0, 0), (0, 0), (0, missing)), constant_values=jnp.nan)
@@ -75,7 +75,7 @@ def test_reading_and_writing_are_those_of_two_arrays(shape):
 
 @each_row
 def test_scales_are_those_of_the_call():
-    """fp8, as hosts keep it: numbers, and a scale for keys and one for values."""
+    """fp8 as hosts store it: numbers, and one scale each for keys and values."""
     new = [numbers(i, 5, K, D) * 3 for i in range(2)]
     scales = {"k_scale": jnp.float32(0.02), "v_scale": jnp.linspace(0.01, 0.03, K)}
     slots = jnp.arange(5, dtype=jnp.int32)
@@ -165,7 +165,7 @@ BIG = {
 @each_row
 @pytest.mark.parametrize(("shape", "dtype", "format"), some_extended(BIG, "words of bfloat16"))
 def test_a_step_that_writes_and_reads_copies_nothing(shape, dtype, format):
-    """Donated, written and read in one program: of a mixed call, which holds every loop."""
+    """One program writes and reads a donated cache, in a mixed call, which has every loop."""
     if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) and library.missing():
         pytest.skip("XLA for CPU before JAX 0.12 converts a whole pool of bfloat16 to write to it")
 
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_by_its_field():
 
 
 def test_a_row_that_does_not_take_it_says_so():
-    """Copies of Mosaic's bring tiles of columns."""
+    """Mosaic's kernels copy tiles of columns."""
 
     def refusals(width, start, value_dim=64):
         data = struct((2, S, K * width), jnp.bfloat16)

@@ -1,7 +1,7 @@
 """Gradients under masks, along random directions, against differences of the float64 oracle.
 
-The budget is the error that jax.grad of a plain float32 computation makes along the same direction:
-at most twice that, and a few units in the last place of the two vectors' product.
+The budget is twice the error of jax.grad of a plain float32 computation along the same direction,
+plus a few units in the last place of the two vectors' product.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build(name: str) -> problems.Batch:
 
 
 def plain(batch: problems.Batch, given: dict, w_out, w_lse) -> jax.Array:
-    """The same loss by dense attention, masks as constants from `dense`."""
+    """Compute the same loss by dense attention, with masks from `dense` as constants."""
     view, total = batch.view, jnp.float32(0)
     size = batch.problem.block_size
     tables = np.asarray(batch.kwargs["block_tables"])
@@ -69,7 +69,7 @@ def plain(batch: problems.Batch, given: dict, w_out, w_lse) -> jax.Array:
         query_at, key_at = dense.positions(view, b)
         extent = view.bias.shape[1] // 2
         s = s + given["relative_bias"][:, extent + np.clip(key_at - query_at, -extent, extent)]
-        s = jnp.where((seen | blind[:, None])[None], s, -jnp.inf)  # no NaN in what is not used
+        s = jnp.where((seen | blind[:, None])[None], s, -jnp.inf)  # no NaN in unused rows
         sinks = given["sinks"][rows].T
         lse = jnp.where(blind[None], sinks, jnp.logaddexp(jax.nn.logsumexp(s, axis=-1), sinks))
         p = jnp.where(seen[None], jnp.exp(s - lse[..., None]), 0)
@@ -126,13 +126,13 @@ def test_gradients(name):
             size = np.linalg.norm(grad) * np.linalg.norm(move)
             allowed = 2 * abs(plainly - want) + 8 * np.finfo(np.float32).eps * size
             assert abs((grad * move).sum() - want) <= allowed, number
-            # It would notice one part in a thousand missing.
+            # An error of one part in a thousand would show.
             assert allowed < 1e-3 * size, number
 
 
 @pytest.mark.parametrize("cap", [1e-3, 50.0])
 def test_huge_logits_under_a_cap(cap):
-    """Logits of 10^4: every gradient is finite, the values' own is not zero, and tokens add up."""
+    """At logits of 10^4 all gradients are finite, and those of values add up to the shares."""
     batch = problems.build(
         problems.Problem(
             query_lens=(7, 1),
@@ -162,7 +162,7 @@ def test_huge_logits_under_a_cap(cap):
     assert np.isfinite(value)
     for name, grad in grads.items():
         assert np.isfinite(grad).all(), name
-    # Each row hands every column of V the share that the sink leaves: the sum over slots is it.
+    # Summed over slots, the gradient of a column of V is what the sink leaves of the weights.
     shares = np.asarray(grads["value_cache"]).sum(axis=(0, 1, 2))
     _, lse = exact_at(batch, cap)
     left = 1 - np.exp(batch.view.sinks - lse[:real])
@@ -170,7 +170,7 @@ def test_huge_logits_under_a_cap(cap):
 
 
 def exact_at(batch: problems.Batch, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's `(out, lse)` at a scale of 10^4 and this cap."""
+    """Return the oracle's `(out, lse)` at a scale of 10^4 and this cap."""
     call, operands = batch.call()
     return reference.attention(
         call, operands._replace(scale=np.float64(1e4), logits_soft_cap=np.float64(np.float32(cap)))

@@ -1,8 +1,8 @@
 """Masks: trees, chunks, visible ends, selected blocks, biases of relative positions, token sinks.
 
-Two sets of options hold all of them and share one frame, so each is compiled once. A mask is left
-out of a set by the number that makes it say nothing (`NEUTRAL`): that this is the same as not
-giving it is a test of its own, and one mask at a time is judged by what it alone would give.
+Two sets of options hold all masks and share one frame, so only two programs are compiled. To leave
+a mask out, a test gives it a value that hides nothing (`NEUTRAL`). One test checks that neutral
+masks change nothing; others compare one mask at a time with a dense computation of only that mask.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ARGUMENT = {"sinks_per_token": "sinks", "is_causal_per_sequence": "is_causal"}
 
 
 def run(batch: problems.Batch, options: frozenset[str], **more) -> tuple[np.ndarray, np.ndarray]:
-    """The batch by the one compilation of `options`: what it lacks of them says nothing."""
+    """Run the batch with the program of `options`; masks that it lacks get neutral values."""
     names = [ARGUMENT.get(name, name) for name in options - {"return_lse"}]
     given = {name: NEUTRAL[name] for name in names} | batch.kwargs | {"return_lse": True}
     for name, dtype in (("sliding_window", jnp.int32), ("attention_chunk_size", jnp.int32)):
@@ -82,14 +82,14 @@ def family(options) -> frozenset[str]:
 
 
 def rejects(batch: problems.Batch, allowed: budget.Budget) -> None:
-    """Every wrong kernel that applies is outside the budget."""
+    """Check that every wrong kernel that applies is outside the budget."""
     passed = [name for name, kernel in wrong.kernels(batch) if not allowed.violations(*kernel())]
     assert not passed, f"within the budget: {passed}"
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_one_mask(name):
-    """Alone among neutral ones; its own wrong kernels are noticed."""
+    """A single mask among neutral ones is right, and its wrong kernels are rejected."""
     batch = problems.build(problem(name))
     allowed = budget.of(batch)
     allowed.check(*run(batch, family({name})))
@@ -97,7 +97,7 @@ def test_one_mask(name):
 
 
 @pytest.mark.parametrize("options", [IMAGES, TREES], ids=["images", "trees"])
-def test_masks_that_say_nothing(options):
+def test_neutral_masks_change_nothing(options):
     batch = problems.build(problem())
     budget.of(batch).check(*run(batch, options))
 
@@ -119,7 +119,7 @@ def test_new_masks_never_compile(options):
 
 @st.composite
 def batches(draw) -> problems.Problem:
-    """Up to eight sequences that fit the frame, with some masks of a family."""
+    """Draw up to eight sequences that fit the frame, with some masks of a family."""
     options = draw(st.sampled_from([IMAGES, TREES]))
     chosen = draw(st.sets(st.sampled_from(sorted(options - {"return_lse"})), min_size=1))
     query_lens, seq_lens = draw(random_calls.lengths_within(FRAME, BASE.block_size))
@@ -153,8 +153,8 @@ def test_more_random_batches(problem):
     check_batch(problem)
 
 
-def test_drafts_of_several_sequences():
-    """Up to 8 drafted tokens each: the decode loop, several query tokens a sequence."""
+def test_draft_tokens_of_several_sequences():
+    """With up to 8 draft tokens each, the decode loop runs several query tokens per sequence."""
     drafts = problem(
         "tree_mask",
         "sliding_window",
@@ -170,7 +170,7 @@ def test_drafts_of_several_sequences():
 
 
 def test_trees_wider_than_a_word():
-    """40 tokens of one tree, in two words of bits; another sequence has a chain past its mask."""
+    """A tree of 40 tokens needs two words of bits; another sequence has a chain past its mask."""
     wide = problem("tree_mask", "relative_bias", query_lens=(40, 3), seq_lens=(51, 3))
     for columns in (40, 33, 32, 8):
         batch = problems.build(wide.replace(tree_columns=columns))
@@ -178,9 +178,9 @@ def test_trees_wider_than_a_word():
 
 
 def test_a_path_is_a_sequence():
-    """Each path of a tree, decoded token after token in a cache of its own, gives the tree's rows.
+    """Each path of a tree, as a sequence in a separate cache, gives the tree's rows.
 
-    With a window and ALiBi slopes, so that a token at its place and not at its depth would show.
+    A window and ALiBi slopes would reveal a token positioned by its place instead of its depth.
     """
     rng = np.random.default_rng(5)
     parents = [-1, 0, 0, 1, 1, 2, 5]  # two branches, of depths 2 and 3
@@ -220,9 +220,9 @@ def test_a_path_is_a_sequence():
 
 
 def test_gemma_images():
-    """transformers' mask of Gemma 4: AND(window, OR(causal, same image)), the window looking back.
+    """transformers' mask of Gemma 4: AND(window, OR(causal, same image)), a window on the past.
 
-    An image that is longer than the window sees itself ahead all the same.
+    Tokens of an image that is longer than the window still see the rest of the image ahead.
     """
     images = np.array([-1] * 3 + [0] * 9 + [-1] * 4 + [1] * 3 + [2] * 2 + [-1])
     n, window = len(images), 5
@@ -236,7 +236,7 @@ def test_gemma_images():
 
 
 def test_llama_chunks():
-    """transformers' mask of Llama 4: causal, and of the same chunk."""
+    """transformers' mask of Llama 4: causal, and within the same chunk."""
     q, k = np.arange(30)[:, None], np.arange(30)[None]
     have = spec.visible(q, k, 30, spec.Sight(attention_chunk_size=8))
     np.testing.assert_array_equal(have, (k <= q) & (k // 8 == q // 8))
@@ -268,12 +268,12 @@ def test_key_ranges_hold_all_that_is_seen(first, count, seq_len, causal, window,
     if len(found):
         assert start <= found[0]
         assert end > found[-1]
-        if ends is None:  # and no more than that
+        if ends is None:  # and the range holds nothing else
             assert (start, end) == (found[0], found[-1] + 1)
 
 
 def paths_by_hand(mask: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(seen, how many of those seen come later)` for query tokens [n] and keys of `tokens`."""
+    """Return `(seen, how many seen ones come later)` for query tokens [n] and keys of `tokens`."""
     n, columns = mask.shape
     seen = np.zeros((n, len(tokens)), bool)
     for i in range(n):
@@ -304,7 +304,7 @@ def check_paths(n: int, columns: int, seed: int, xp) -> None:
     seed=st.integers(0, 1000),
 )
 def test_tree_paths_bit_by_bit(n, columns, seed):
-    """Words of bits against a walk over the mask."""
+    """Words of bits agree with a walk over the mask."""
     check_paths(n, columns, seed, np)
 
 
@@ -313,8 +313,8 @@ def test_tree_paths_in_jax():
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 16), (5, 8), (8, 5)])
-def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
-    """Where positions have no gaps; two items, at both ends of the table and across its middle."""
+def test_a_bias_that_is_shifted_along_equals_a_lookup(tokens, count):
+    """If positions have no gaps; two items, at both ends of the table and across its middle."""
     heads, group, columns = 6, 3, 9
     rng = np.random.default_rng(tokens)
     table = rng.standard_normal((heads, columns)).astype(np.float32)
@@ -343,7 +343,7 @@ def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
 
 
 def t5_bucket(distance: int, num_buckets: int = 32, max_distance: int = 128) -> int:
-    """T5's bucket of a key `distance` tokens behind, for decoders: exact, then logarithmic."""
+    """Return T5's bucket of a key `distance` tokens back, in decoders: exact, then logarithmic."""
     exact = num_buckets // 2
     if distance < exact:
         return max(distance, 0)
@@ -353,7 +353,7 @@ def t5_bucket(distance: int, num_buckets: int = 32, max_distance: int = 128) -> 
 
 @pytest.mark.parametrize("kind", ["t5", "alibi"])
 def test_a_table_is_t5_or_alibi(kind):
-    """T5's buckets are the same from 128 on: a table of E = 128 is all of them. ALiBi goes on."""
+    """T5's buckets are constant from 128 on: a table of E = 128 holds them all. ALiBi grows on."""
     rng = np.random.default_rng(1)
     batch = problems.build(problem())
     if kind == "t5":
@@ -403,7 +403,7 @@ def test_nothing_selected_is_nothing_seen():
 
 
 def test_a_selected_id_outside_the_pool_gives_nan():
-    """In its sequence's rows; ids of blocks that are not selected may be anything."""
+    """Only the rows of that sequence are NaN; ids of unselected blocks may be anything."""
     batch = problems.build(problem("selected_blocks"))
     victim = int(np.argmax(BASE.seq_lens))
     columns = np.arange(-(-BASE.seq_lens[victim] // BASE.block_size))
@@ -425,7 +425,7 @@ def test_a_window_that_begins_among_keys_read_at_once_and_ends_after_them():
 
 
 def test_biases_of_keys_around_the_end_of_their_table():
-    """The native kernel reads one for a tile of keys that are all past that end."""
+    """The native kernel reads a single bias for a tile of keys that are all past that end."""
     batch = problems.build(problem("relative_bias", query_lens=(1, 9, 9), seq_lens=(83, 72, 87)))
     budget.of(batch).check(*run(batch, IMAGES))
 
@@ -440,7 +440,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_means_nothing_together(key):
+def test_contradictory_masks_are_refused(key):
     changes, argument, words = REFUSED[key]
     struct = jax.ShapeDtypeStruct
     arrays = {

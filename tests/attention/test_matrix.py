@@ -1,9 +1,9 @@
-"""The matrix: what a capability row claims is run, what it does not claim is refused for that.
+"""The matrix: what a capability row claims runs; what it does not claim is refused for that reason.
 
 Ids read like `xla-head512-block16-bf16-window-hnd-group2-mixed-words`: implementation, head size
 (`head576v512` where V differs), block size, query dtype and cache format, option, layout, group,
-`mixed` prefill and decode or `decode` alone, and `KVArray` words or plain arrays. So
-`pytest -k head512` is the story of one head size.
+`mixed` (prefill and decode) or `decode`, and `KVArray` words or plain arrays. So
+`pytest -k head512` runs the tests of one head size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jattn import capability, formats, implementations
 from tests.support import budget, matrix, problems, wrong
 
 ROWS = {row.implementation: row for row in implementations.ROWS}
-# The oracle is what the others are measured by: test_spec.py holds it to something else.
+# The others are compared with the oracle; test_spec.py checks the oracle independently.
 KERNELS = [row for row in implementations.ROWS if row.implementation != "reference"]
 RUNS = [row for row in KERNELS if not row.missing()]
 REFUSES = [row for row in KERNELS if row.missing()]
-REPEATS = 3  # further runs of what a GPU computes, which must not differ in a bit
+REPEATS = 3  # further runs on a GPU, which must not differ in a bit
 # Tensor cores add products with fewer bits than float32 has. On an H100 the lse of products of 512
-# numbers was off by up to 1.5 times the budget of what adds in float32.
+# numbers was off by up to 1.5 times the budget for addition in float32.
 GPU_ULPS = 4
 CASES = [case for row in RUNS for case in matrix.sample(row)]
 DESIGNED = [case for row in RUNS for case in matrix.default(row)]
@@ -46,9 +46,9 @@ def test_a_row_is_refused_on_a_machine_that_it_does_not_name(row, monkeypatch):
 
 
 def check(case: matrix.Case) -> None:
-    """The result is within the budget, and the budget rejects every wrong kernel that applies.
+    """Check that the result is within the budget, which rejects every wrong kernel that applies.
 
-    What a row claims apart and refuses together is refused for that.
+    If the row claims each feature but refuses the combination, check that refusal instead.
     """
     batch = problems.build(case.problem())
     if reasons := ROWS[case.implementation].refuses(batch.call()[0]):
@@ -72,7 +72,7 @@ def test_claimed(case):
 
 @pytest.mark.extended
 def test_every_wrong_kernel_is_tried():
-    """All of them apply somewhere in the cases of the sample."""
+    """Each of them applies to some case of the sample."""
     left = set(wrong.NAMES)
     for case in CASES:
         names = {name for name, _ in wrong.kernels(problems.build(case.problem()))}
@@ -100,7 +100,7 @@ def test_claimed_thoroughly(row, head):
     failed = {}
     for n, case in enumerate(matrix.thorough(row)):
         if n % 200 == 0:
-            jax.clear_caches()  # each program maps memory, and a process may have 65,530 maps
+            jax.clear_caches()  # each program maps memory, and a process may have 65,530 mappings
         if case.head == head and case not in DESIGNED:
             try:
                 check(case)
@@ -138,7 +138,7 @@ def arguments_of(
     kv_layout: str = "HND",
     options: tuple[str, ...] = (),
 ) -> dict:
-    """A call's arguments as ShapeDtypeStructs, caches as KVArrays."""
+    """Return a call's arguments as ShapeDtypeStructs, with KVArrays as caches."""
     kind = problems.FORMATS[format]
 
     def cache(dim: int) -> jattn.KVArray:
@@ -209,7 +209,7 @@ def test_a_row_that_refuses_says_only_why(row):
 
 
 def unclaimed() -> list:
-    """`(row, words of the reason, arguments)` for what each row leaves out."""
+    """Return `(row, words of the reason, arguments)` for what each row does not claim."""
     found = []
     for row in KERNELS:
 
@@ -245,8 +245,8 @@ def test_unclaimed(row, reason, given):
     with pytest.raises(jattn.UnsupportedError, match=rf"\n  - {name}: ") as error:
         jattn.paged_attention(**given, implementation=name)
     assert reason in str(error.value)
-    # That is every refusal of the call: one reason, or two for what comes in pairs (the
-    # query's dtype is the output's, and one format serves both caches).
+    # The call has no other refusals: one reason, or two where arguments come in pairs (the
+    # output has the query's dtype, and both caches have one format).
     pairs = reason.startswith(("query dtype", "key cache format"))
     refusals = jattn.explain(**given, implementation=name).refusals[name]
     assert len(refusals) == len(row.missing()) + (2 if pairs else 1)

@@ -30,7 +30,7 @@ def complaint(meta: jattn.AttentionMetadata) -> str:
 
 
 def changed(**arrays) -> jattn.AttentionMetadata:
-    """Good metadata with single entries changed: `name={index: value}`."""
+    """Return good metadata with single entries changed: `name={index: value}`."""
     new = {}
     for name, entries in arrays.items():
         new[name] = np.array(getattr(good(), name))
@@ -105,7 +105,7 @@ def from_arrays(tables, lens, starts, given, **static):
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "rows"])
 @pytest.mark.parametrize("name", ["num_seqs", "one", "distribution"])
 def test_from_arrays_of_a_bucket(flat, name):
-    """Rows past the sequences hold garbage; how many there are, only the device knows."""
+    """Rows past the sequences hold garbage, and only the device knows how many there are."""
     padded = good().pad_to(num_tokens=10, num_seqs=5)
     tables = np.array(padded.block_tables)
     tables[3:], garbage = [[10**6, -1, 2**31 - 1]], np.array([0, 0, 0, 10**6, -7], np.int32)
@@ -146,7 +146,7 @@ def test_from_arrays_of_one_flat_row():
     )
 
 
-def test_from_arrays_writes_nothing_that_has_no_place():
+def test_from_arrays_writes_only_tokens_that_have_a_place():
     """A sequence longer than its table, fewer keys than queries, ids below 0 or past int32."""
     tables = np.array([[1, 2], [1, 2], [-1, 3], [2**29 - 1, 3]], np.int32)
     found = jattn.AttentionMetadata.from_arrays(

@@ -1,6 +1,6 @@
 """Latent attention: one cache whose keys hold their values.
 
-`tests/models/test_models.py` compares a whole model that has it, DeepSeek-V3, with transformers.
+`tests/models/test_models.py` compares a whole model with it, DeepSeek-V3, with transformers.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_what_is_refused():
         "seq_lens": jnp.ones((1,), jnp.int32),
     }
     jattn.explain(**given, value_dim=576)
-    # A scale of the keys is one of values, too: rows that lack either refuse it.
+    # A scale of keys also scales values: rows that lack either option refuse it.
     scaled = calls.Arguments(**given, value_dim=512, k_scale=2.0)
     assert {"k_scale", "v_scale"} <= scaled.options
     for changes, words in (

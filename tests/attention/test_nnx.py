@@ -1,4 +1,4 @@
-"""jattn.nnx: caches as state of a module, the same numbers, written in place."""
+"""jattn.nnx: caches as state of a module, with the same results, written in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 
 
 class Model(nnx.Module):
-    """A layer that writes, one that reads what the first wrote, and a parameter."""
+    """A layer that writes, one that reads the first one's cache, and a parameter."""
 
     def __init__(self, **options):
         self.attention = jattn.nnx.PagedAttention(N, K, S, D, **options)
@@ -34,7 +34,7 @@ class Model(nnx.Module):
 
 
 def test_a_step_is_what_the_functions_do_and_copies_nothing():
-    """Keys and values of two formats, split off, donated and put back."""
+    """Caches of two formats are split off the module, donated and put back."""
     formats = (jattn.Int8(), jattn.Fp8("e4m3"))
     model = Model(format=formats)
     graph, caches, params = nnx.split(model, jattn.nnx.KVCache, nnx.Param)

@@ -1,7 +1,7 @@
 """Random ragged batches against the oracle, within the budget.
 
-Lengths, tables, numbers and flags are random; the frame and the option sets are few, so that
-hundreds of batches need a handful of compilations.
+Lengths, tables, numbers and flags are random. There are few frames and sets of options, so that
+hundreds of batches need only a handful of compilations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = (
 
 @st.composite
 def batches(draw) -> problems.Problem:
-    """Up to six sequences whose tokens and blocks fit the frame."""
+    """Draw up to six sequences whose tokens and blocks fit the frame."""
     kind = draw(st.sampled_from(KINDS))
     query_lens, seq_lens = draw(random_calls.lengths_within(FRAME, BLOCK))
     return problems.Problem(
@@ -77,7 +77,7 @@ def test_more_random_batches(problem):
 @SETTINGS
 @given(st.data())
 def test_written_tokens_are_read_back(data):
-    """Steps of a random schedule: write through the slots, attend, compare with dense history."""
+    """Each step of a random schedule writes to slots, attends, and matches a dense history."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**20)))
     tables = rng.permutation(12).reshape(3, 4).astype(np.int32)
     caches = jattn.init_kv_cache(12, 2, 4, 16, value_dim=8, format=jattn.Dense("float32"))

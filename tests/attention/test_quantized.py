@@ -1,6 +1,6 @@
 """Formats that choose their scales: rounding, layout, NaN, block scales, and planted mistakes.
 
-Every comparison is with `quantize.py`: NumPy and ml_dtypes.
+Every comparison is with `quantize.py`, which uses NumPy and ml_dtypes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_codes_and_bytes():
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_every_word_as_a_number_on_cpu(dtype):
-    """The bit arithmetic of the XLA path, code by code, NaN, infinities and sub-normals too."""
+    """The XLA path's bit arithmetic is right for every code, NaN, infinities and subnormals too."""
     words = np.arange(256, dtype=np.uint8)
     for kind in jattn.Fp8.kinds:
         format = jattn.Fp8(kind)
@@ -73,7 +73,7 @@ def test_every_word_as_a_number_on_cpu(dtype):
         codes = np.stack([rows % 16, rows // 16], -1).reshape(256, 16)
         want = quantize.decode(jattn.Nvfp4(), quantize.Rows(codes, groups=groups))
         np.testing.assert_array_equal(have, want)
-        # What few rows take: each number alone, by a query or a weight that is one-hot.
+        # The code for few rows: a one-hot query or weight picks out each number.
         one = jnp.eye(16, dtype=jnp.float32).reshape(4, 4, 16)
         stored = (jnp.asarray(np.broadcast_to(x, (4, *x.shape))) for x in (rows, groups))
         have = grouped.scores(one, *stored, jnp.int32(3)).reshape(16, 256).T
@@ -86,7 +86,7 @@ def test_every_word_as_a_number_on_cpu(dtype):
 
 
 def numbers_of(format, words, params) -> np.ndarray:
-    """The numbers of quantized rows [T, K, D]."""
+    """Return the numbers of quantized rows [T, K, D]."""
 
     def numbers(words, params):
         arrays = {name: v[None] for name, v in params._asdict().items() if v is not None}
@@ -106,7 +106,7 @@ def test_encoding_is_bit_exact(format):
     if want.scale is not None:
         np.testing.assert_allclose(np.asarray(params.scale), want.scale, rtol=2e-7)
     if want.zero is not None:
-        # A zero point is a difference: its error is of the row's size.
+        # A zero point is a difference, so its error is relative to the row's size.
         error = np.abs(np.asarray(params.zero) - want.zero)
         assert (error <= 1e-6 * np.abs(x).max(-1)).all()
     if want.groups is not None:
@@ -121,7 +121,7 @@ def test_encoding_is_bit_exact(format):
 
 @pytest.mark.parametrize("format", [f for f in SCALED if f.per != "block"], **by_name)
 def test_nan_is_not_lost_and_infinities_saturate(format):
-    """Numbers that share a scale with a NaN read as NaN where the format has none; others stay."""
+    """If the format has no NaN, all numbers that share a scale with one become NaN; no others."""
     x = np.ones((4, 1, 32), np.float32)
     x[1, 0, 3], x[2, 0, 5], x[3] = np.nan, np.inf, -np.inf
     have = numbers_of(format, *jax.jit(format.quantize)(x))[:, 0]
@@ -143,7 +143,7 @@ def test_a_block_scale_is_set_by_its_first_slot_and_kept():
         slots = jnp.asarray([slot for slot, _ in tokens], jnp.int32)
         return jattn.update_kv_cache(*caches, rows, rows, slots)
 
-    one = np.float32(8.0 / 448.0)  # eight times the largest number is the format's largest
+    one = np.float32(8.0 / 448.0)  # maps eight times the first token's largest number to 448
     caches = write(caches, [(4, 1.0), (5, 3.0), (-1, 1e6), (12, 1e6)])
     np.testing.assert_allclose(np.asarray(caches[0].scale)[:, 0], [1, 3 * one, 1], rtol=1e-6)
     before = np.asarray(caches[0].numbers())[1, 0, :2]
@@ -175,12 +175,12 @@ def cache_of(format) -> jattn.KVArray:
 
 
 def taken(stored, read):
-    """A cache of one format, read as another."""
+    """Make a cache of one format that claims another."""
     return lambda: cache_of(stored).replace(format=read)
 
 
 def changed(format, name, change):
-    """A cache, one of whose arrays is another."""
+    """Make a cache with one of its arrays changed."""
     return lambda: cache_of(format).replace(**{name: change(getattr(cache_of(format), name))})
 
 
@@ -223,8 +223,8 @@ def test_a_planted_mistake_is_refused_by_name(name):
             jattn.update_kv_cache(*caches, rows, rows, jnp.zeros((1,), jnp.int32))
 
 
-def test_a_wrong_width_is_the_querys():
-    """Words of one number a byte, wrapped whole as two a byte, are of another head size."""
+def test_a_wrong_width_is_reported_for_the_query():
+    """Words of one number per byte, wrapped as two per byte, have another head size."""
     words = jnp.zeros((2, 2, 4, 32), jnp.uint8)
     twice = jattn.KVArray(
         words, None, jattn.Nvfp4(), group_scale=jnp.zeros((2, 2, 4, 4), jnp.uint8)
@@ -295,7 +295,7 @@ def test_calibration_grows_and_sees_valid_slots_only():
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_a_block_written_token_by_token_keeps_what_it_read(kv_layout):
-    """Decode writes one token a call: only a block's first slot may set its scale."""
+    """Decode writes one token per call: only a block's first slot may set its scale."""
     caches = jattn.init_kv_cache(
         2, 2, 4, 8, format=jattn.Fp8(scale_per="block"), kv_layout=kv_layout
     )

@@ -1,4 +1,4 @@
-"""Random calls of every implementation that runs here, against the oracle; garbage everywhere.
+"""Random calls of every implementation that runs here, against the oracle, with garbage around.
 
 pytest -m extended tests/attention/test_random_calls.py                    # minutes
 JATTN_RANDOM_CALLS=2000 pytest -m extended tests/attention/test_random_calls.py -k 'not oracle'
@@ -44,9 +44,10 @@ def test_more_random_calls(row, seed):
 @pytest.mark.skipif("native" not in ROW_OF, reason="no library")
 @pytest.mark.parametrize("seed", range(MANY))
 def test_calls_whose_keys_are_split(seed):
-    """Long sequences, many heads and large head sizes: the native kernel divides and merges.
+    """For long sequences, many heads and large head sizes, the native kernel splits and merges.
 
-    By chance a plain computation's error may be small, and longer sums round more often.
+    It gets twice the ulps: a plain computation's error may be small by chance, and longer sums
+    round more often.
     """
     check(ROW_OF["native"], seed, random_calls.LARGE, ulps=2 * budget.ULPS)
 
@@ -56,7 +57,7 @@ def test_calls_whose_keys_are_split(seed):
     [*range(12), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(12, 30))],
 )
 def test_the_oracle_agrees_with_dense_attention(seed):
-    """Two float64 computations that share no code."""
+    """They are two float64 computations that share no code."""
     batch = problems.build(random_calls.draw(seed, ROW_OF["reference"]))
     real = batch.view.starts[-1]
     for have, want in zip(batch.oracle(), dense.attend(batch.view), strict=True):

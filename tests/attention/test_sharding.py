@@ -1,4 +1,4 @@
-"""Attention over a mesh is attention: four devices together give what one gives."""
+"""Attention over a mesh: four devices together compute what one does."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ slots = jnp.asarray([20, 21, 22, 8, 9, 10, 11, 16, 17, 18, 19, 4, 5, 6, 7, 12], 
 
 
 def on_four_devices(code: str) -> str:
-    """Run `code` where there are four devices; what it printed."""
+    """Run `code` in a process with four devices, and return what it printed."""
     return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="4")
 
 
 def test_heads_over_four_devices():
-    """Every kind of scale, both layouts, both kinds of mesh; written and read on the mesh.
+    """Caches with every kind of scale, in both layouts, are written and read on both kinds of mesh.
 
-    The last two caches have one KV head, which every device holds: an MQA, and a latent one whose
+    The last two caches have one KV head, which every device holds: MQA, and a latent cache whose
     keys hold their values.
     """
     code = """
@@ -102,7 +102,7 @@ print("same")
 
 @pytest.mark.extended
 def test_keys_over_four_devices():
-    """Decode over keys that are dealt out: parts attended to where they lie, merged once."""
+    """In decode over split keys, each device attends to its own, and results merge once."""
     code = """
 from jattn import blocks
 mesh = jax.make_mesh((4,), ("keys",), axis_types=(AxisType.Auto,))
@@ -231,7 +231,7 @@ def test_wrong_meshes_are_refused_by_name():
 
 @pytest.mark.extended
 def test_eager_calls_compile_once():
-    """New numbers and tables compile nothing; a new option does."""
+    """New numbers and tables compile nothing; a new option does compile."""
     on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
     caches = jattn.sharding.init_kv_cache(4, 2, 16, 24, format=jattn.Fp8(), **on)
     with compilations(at_most=0):  # of another layer
@@ -267,7 +267,7 @@ def test_eager_calls_compile_once():
 
 
 def test_new_numbers_compile_nothing():
-    """Of every argument that is a number; of a `jattn.call.arguments.KINDS` that grows, too."""
+    """For every argument that is a number, including those added to `KINDS` later."""
     on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
     pool = jnp.ones((4, 2, 16, 24))
     batch = {"block_tables": jnp.asarray([[1]], jnp.int32), "seq_lens": jnp.asarray([5], jnp.int32)}
@@ -290,7 +290,7 @@ def test_new_numbers_compile_nothing():
 
 @pytest.mark.extended
 def test_shard_map_with_its_default_checks():
-    """Loops that start from zeros vary as their inputs; gradients of shared numbers are sums."""
+    """Loop carries that start as zeros vary like their inputs; shared numbers' gradients add up."""
     code = """
 H = P(None, "heads")
 mesh = mesh_of(AxisType.Auto)

@@ -1,4 +1,4 @@
-"""The meaning itself: spec against brute force, the oracle against another computation."""
+"""The definitions: `spec` against brute force, the oracle against another computation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CASES = [
 
 
 def sees(query: int, key: int, seq_len: int, causal: bool, window: int | None) -> bool:
-    """Visibility, in the words of the documentation."""
+    """Whether a query sees a key, as the documentation defines it."""
     if not 0 <= key < seq_len:
         return False
     if causal and key > query:
         return False
     if window is None:
         return True
-    # A window counts the keys that a query sees, its own included.
+    # A window counts the keys that a query sees, including its own.
     return query - key <= window - 1 if causal else abs(query - key) < window
 
 
@@ -129,7 +129,7 @@ def test_positions_and_empty_rows():
     ],
 )
 def test_the_oracle_is_dense_attention(given):
-    """Two float64 computations written apart: pages and loops here, matrices there."""
+    """Two independent float64 computations agree: one with pages and loops, one with matrices."""
     batch = problems.build(given.problem())
     out, lse = batch.oracle()
     real = batch.view.starts[-1]
@@ -141,7 +141,7 @@ def test_the_oracle_is_dense_attention(given):
 
 
 def test_by_hand():
-    """Two keys, one query: numbers small enough for paper."""
+    """Two keys and one query, with numbers small enough to do by hand."""
     view = dense.View(
         query=np.array([[[2.0]]]),
         keys=[np.array([[[1.0]], [[0.5]]])],

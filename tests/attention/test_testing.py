@@ -1,4 +1,4 @@
-"""`jattn.testing`: it fails for each kind of program that makes an array of a pool's size."""
+"""`jattn.testing` fails for each kind of program that makes an array of a pool's size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_converted_pool_is_named_with_its_instruction():
     assert "f32[4096,2,16,64]" in str(caught.value)
 
 
-def test_the_smallest_pool_and_a_limit_of_ones_own_count():
+def test_the_smallest_pool_and_an_explicit_limit_count():
     def read(keys):
         return jnp.fft.fft(keys.values()[:256].astype(jnp.float32)).real.sum()
 

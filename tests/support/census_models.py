@@ -198,7 +198,7 @@ def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         ("pictures", {"pixel_values": rows, "grid_thw": grid}),
         ("pictures", {"pixel_values": rows, "image_grid_thw": grid}),
     ]
-    if getattr(config, "is_encoder_decoder", False):  # if decoder inputs are optional, it may decode its inputs
+    if getattr(config, "is_encoder_decoder", False):  # without decoder inputs it may decode inputs
         options.sort(key=lambda option: "decoder_input_ids" not in option[1])
     taken = inspect.signature(model.forward).parameters
     for words, inputs in options:

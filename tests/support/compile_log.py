@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("log")
     parser.add_argument("--most", type=int, default=20, help="groups to print")
     parser.add_argument(
-        "--limit", type=float, default=100.0, help="fail if groups take more than this %% of all seconds"
+        "--limit", type=float, default=100.0, help="fail if groups cost more %% of all seconds"
     )
     options = parser.parse_args(argv)
     with open(options.log) as log:

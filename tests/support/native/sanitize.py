@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--thread", action="store_true", help="ThreadSanitizer")
     parser.add_argument("--count", type=int, default=12, help="seeds of each instruction set")
     parser.add_argument("--isa", help="one instruction set instead of all")
-    parser.add_argument("--library", type=pathlib.Path, help="where to keep the library, or find it")
+    parser.add_argument("--library", type=pathlib.Path, help="where to keep or find the library")
     args = parser.parse_args()
     name = "thread" if args.thread else "address,undefined"
     flags = (*COMMON, f"-fsanitize={name}")

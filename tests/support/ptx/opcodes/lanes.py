@@ -82,7 +82,7 @@ def redux(p: Program, form: Form) -> Step:
 
 @handles("vote")
 def vote(p: Program, form: Form) -> Step:
-    """`vote.sync`: whether a predicate is true in all or any lanes or uniform, or in which lanes."""
+    """`vote.sync`: whether a predicate is true in all lanes, in any, or uniform, or in which."""
     sync, mode, kind = form.modifiers
     if sync != "sync" or (mode == "ballot") != (kind == "b32"):
         raise ValueError("modifiers")
