@@ -1,4 +1,4 @@
-"""State shapes, bytes and hybrid alignment: exact to vLLM, on every real model."""
+"""State shapes, bytes and hybrid alignment: exactly vLLM's, on every real model."""
 
 import inspect
 import re
@@ -35,7 +35,7 @@ def test_state_shapes_of_vllm(version):
         if "channels_first" in inspect.signature(layout).parameters:
             arguments["channels_first"] = case["conv_layout"] == "DS"
         if version == "0.23.0" and case["fn"] == "kda_state_shape":
-            arguments["num_speculative_tokens"] = 0  # which it forgets
+            arguments["num_speculative_tokens"] = 0  # vLLM forgets it
         one = case["fn"].startswith(("short", "linear"))
         arguments["dtypes"] = ("float32",) if one else ("bfloat16", "float32")
         if "error" in case:
@@ -61,7 +61,7 @@ def test_state_dtypes_of_vllm(version):
 
 
 def align_as(case, version):
-    """The call of `align_hybrid_block_size` that a case of the goldens describes."""
+    """Call `align_hybrid_block_size` as a golden case describes."""
     backends = {"A": [kernel_size(size) for size in case["kernel_sizes"]]}
     if second := case.get("second_backend_kernel_sizes"):
         backends["S"] = [kernel_size(size) for size in second]
@@ -82,7 +82,7 @@ def align_as(case, version):
 
 
 def check_alignment(case, version):
-    if "kernel_block_size_error" in case:  # which vLLM finds later, in the worker
+    if "kernel_block_size_error" in case:  # vLLM finds it later, in the worker
         with pytest.raises(ValueError, match=f"no kernel block divides {case['block_size']} "):
             align_as(case, version)
         return
@@ -114,7 +114,7 @@ def test_alignment_of_real_models(version):
         if "attn_bytes_per_token" not in case:
             if "S." not in case["error"][1]:
                 assert "is not divisible by" in case["error"][1]
-                continue  # heads that do not split: test_state_shapes_of_vllm
+                continue  # tested in test_state_shapes_of_vllm
             case = case | sizes_of(case, version)
             with pytest.raises(ValueError, match="after alignment, but must be one of"):
                 align_as(case, version)
@@ -128,7 +128,7 @@ def layout_of(case):
 
 
 def sizes_of(case, version):
-    """The facts that a failed case leaves out, from a case of the same model and ranks."""
+    """Return sizes that a failed case lacks, from another case of the same model and ranks."""
     same = ("model", "tp")
     other = next(
         c
@@ -212,8 +212,8 @@ LAYOUTS = {
     "Olmo-Hybrid-7B": OLMO,
     "Falcon-H1-1.5B-Deep": mamba2(1024, 1, 128, 8, 256, BF16),
 }
-# KV heads, head size (576 is MLA's latent), state bytes, the block with kernel blocks of 16, 64 and
-# 128, padding in percent of the state, and the block with an 8-bit cache.
+# KV heads, head size (576 is MLA's latent), state bytes, block sizes with kernel blocks of 16, 64
+# and 128, padding in percent of the state, and the block size with an 8-bit cache.
 PUBLISHED = """
 Qwen3-Next-80B-A3B           |  2 256 1097728  544  576  640   1.49 1072
 Qwen3.5-9B                   |  4 256 2146304  528  576  640   0.76 1056
@@ -287,7 +287,7 @@ def test_an_alignment_explains_itself_and_names_what_it_overrode():
 
 
 def test_an_aligned_block_that_no_kernel_can_read_is_refused_at_once():
-    """vLLM 0.23 grows 48 to 4848 here and fails in the worker."""
+    """vLLM 0.23 grows 48 to 4848 here, and then fails in the worker."""
     with pytest.raises(ValueError, match="no kernel block divides 4848") as error:
         jb.align_hybrid_block_size(
             bytes_per_token=440,

@@ -1,10 +1,10 @@
-"""Attention on an expanded table is attention on the table: same slots, same keys, same result.
+"""Attention over an expanded table equals attention over the table: same slots, keys and result.
 
 A pool may be laid out in the manager's blocks, [N, K, S, D], or in kernel blocks,
 [N * n, K, S / n, D]. Slots are the same numbers in both, so the same `update_kv_cache` fills both;
-the first is read through the table, the second through the expanded one. Bits agree where
-an implementation takes the keys in portions of the same tokens: the oracle always does, the XLA
-path for block sizes that are multiples of 8; for others its two results are equally good.
+the first is read through the table, the second through the expanded one. Bits agree if an
+implementation groups keys by the same tokens. The oracle always does, the XLA path if block sizes
+are multiples of 8; for others its two results are equally good.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 def both_ways(block, kernel, head_dim, dtype, layout, implementation):
-    """`(query, lengths, keys, values, out, lse)` of the table and of the expanded table."""
+    """Return `(query, lengths, keys, values, results of the table, those of the expanded one)`."""
     rng = np.random.default_rng(block + kernel)
     lengths = np.asarray(
         [0, 1, kernel - 1, kernel, kernel + 1, block - 1, block, block + 1, 2 * block + 5], np.int32
@@ -41,7 +41,7 @@ def both_ways(block, kernel, head_dim, dtype, layout, implementation):
         caches = jattn.init_kv_cache(
             num_blocks, KV_HEADS, block_size, head_dim, format=jattn.Dense(dtype), kv_layout=layout
         )
-        garbage = [  # what no sequence owns is not a number
+        garbage = [  # slots that no sequence owns hold NaN
             cache.replace(data=jnp.full_like(cache.data, cache.format.encode(jnp.float32(jnp.nan))))
             for cache in caches
         ]
@@ -94,7 +94,7 @@ def test_expanded_tables_give_the_same_bits(block, kernel, head_dim, dtype, layo
 )
 @pytest.mark.extended
 def test_expanded_tables_give_results_as_good(block, kernel, head_dim):
-    """Where portions differ, sums are rounded in another order: both stay near the oracle."""
+    """If keys are grouped differently, sums round differently, but both stay near the oracle."""
     query, lengths, keys, values, plain, expanded = both_ways(
         block, kernel, head_dim, "float32", "HND", "xla"
     )
@@ -111,7 +111,7 @@ def test_expanded_tables_give_results_as_good(block, kernel, head_dim):
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         exact = np.einsum("ht,thd->hd", weights, v)
-        # The same sum in float32 by NumPy is the budget: at most twice its error, and a few ulps.
+        # The budget is twice the error of the same sum in float32 by NumPy, plus a few ulps.
         logits32 = np.einsum("hd,thd->ht", np.asarray(query[b]), k.astype(np.float32))
         weights32 = np.exp(
             logits32 * np.float32(head_dim**-0.5) - logits.max(axis=1).astype(np.float32)[:, None]
@@ -122,5 +122,5 @@ def test_expanded_tables_give_results_as_good(block, kernel, head_dim):
         budget = 2 * np.abs(single - exact).max() + 8 * np.finfo(np.float32).eps
         for out in (plain[0][b], expanded[0][b]):
             assert np.abs(out - exact).max() <= budget
-        # A table expanded with the wrong factor would read other blocks: far outside the budget.
+        # A table expanded by a wrong factor would read other blocks, far outside the budget.
         assert np.abs(np.roll(exact, 1, axis=0) - exact).max() > 100 * budget

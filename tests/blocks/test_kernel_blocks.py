@@ -1,4 +1,4 @@
-"""Kernel blocks: choosing their size, expanding tables, and slots that do not depend on them."""
+"""Kernel blocks: choosing their size, expanding tables, slots that do not depend on them."""
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ def test_local_lengths_of_vllm(version):
 
 
 def test_slots_of_all_ranks_where_the_interleave_is_wider_than_the_kernel_block():
-    """0.23.0 collides here and loses tokens; 0.32.0 is right."""
+    """vLLM 0.23.0 has collisions here and loses tokens; 0.32.0 is right."""
     for case in golden("cp_interleave_vs_kernel_block", "0.32.0")["cases"]:
         blocks, size = case["kv_block_ids"], case["block_size"]
         kernel = case["kernel_block_size"] or next(
@@ -208,7 +208,7 @@ def test_slots_of_all_ranks_where_the_interleave_is_wider_than_the_kernel_block(
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 4), st.integers(1, 7), st.sampled_from([4, 6, 16]), st.integers(1, 90))
 def test_slots_of_all_ranks_partition_the_positions(size, interleave, block, tokens):
-    """For any interleave, dividing the block or not: every token once, and no slot twice."""
+    """For any interleave, whether it divides the block or not: each token once, no slot twice."""
     owners = np.zeros(96, np.int64)
     context = jb.ContextParallel(size, 0, interleave)
     group = jb.BlockGroup(block, 24, context=context)
@@ -246,12 +246,12 @@ def test_rank_may_be_known_on_the_device_only():
     np.testing.assert_array_equal(dynamic, np.stack(static))
 
 
-def test_what_has_no_slot_is_padding():
+def test_tokens_without_a_slot_are_padding():
     groups = [jb.BlockGroup(16, 4), jb.BlockGroup(2**30, 4), jb.BlockGroup(16, 4, has_slots=False)]
     tables = jb.init_block_tables(groups, 3)
     ids, counts = jb.pack_block_ids([[[5, 6], [1, 2], [5]], [[7], [3], [5]]])
     tables, _ = jb.append_block_ids(tables, np.asarray([2, 0]), ids, counts)
-    # Tokens: two of sequence 2, none of row 1, three of a dummy, two of row 0, one of no row.
+    # Tokens: two in row 2, none in row 1, three of padding, two in row 0, one in no row.
     mapping = jax.jit(jb.compute_slot_mapping)(
         tables,
         np.asarray([2, 1, -1, 0]),

@@ -1,4 +1,4 @@
-"""Layer specs, page unification and grouping: as vLLM's on its results, and better than it."""
+"""Layer specs, page unification and grouping: vLLM's own results, and better ones."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ QUANT = {"NVFP4": "nvfp4", "INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PE
 
 
 def spec_of(case):
-    """The layer that a case of the goldens describes."""
+    """Return the layer that a golden case describes."""
     kind, block = case["kind"], case["block_size"]
     padded = {"padded_page_bytes": case.get("page_size_padded")}
     if kind == "mamba":
@@ -53,16 +53,16 @@ def test_pages_and_bounds_of_vllm(version):
         spec = spec_of(case["spec"])
         assert spec.page_bytes == case["page_size_bytes"]
         if isinstance(spec, jb.SlidingWindow) and case["dcp"] > 1:
-            assert "max_memory_usage_bytes" not in case  # vLLM has no window there
+            assert "max_memory_usage_bytes" not in case  # vLLM supports no window there
         elif isinstance(spec, jb.ChunkedLocal) and case["dcp"] > 1:
-            # vLLM does not deal the tokens of chunks to ranks.
+            # vLLM does not split the tokens of chunks over ranks.
             assert spec.max_blocks(limits) * spec.page_bytes < case["max_memory_usage_bytes"]
         else:
             assert spec.max_blocks(limits) * spec.page_bytes == case["max_memory_usage_bytes"]
         if "max_num_blocks_per_req" in case:
             rows = case["max_num_blocks_per_req"]
             if isinstance(spec, jb.CrossAttention):
-                # vLLM's runner asks with the longer of both sequences.
+                # vLLM's runner uses the longer of the two sequences.
                 rows = max(rows, spec.max_blocks(limits))
             assert spec.row_width(limits) == rows
 
@@ -159,7 +159,7 @@ def test_exact_patterns_leave_no_slot_empty():
     assert {len(group.layers) for group in exact.groups} == {10}
     assert sorted(sum((group.layers for group in exact.groups), ())) == list(range(50))
     memory = 2**32
-    # A sequence of one block per group holds 50 pages of 50, not 60 of 50.
+    # A sequence with one block per group holds the 50 pages it needs, not 60.
     assert vllm.num_blocks(memory) // 3 < exact.num_blocks(memory) // 5
     assert "0 of 50 slots empty" in str(exact)
     # Gemma 3 27B: 52 sliding, 10 full.
@@ -182,7 +182,7 @@ def test_exact_groups_are_never_worse(pattern, max_groups):
         assert len({layers[i] for i in group.layers}) == 1
 
 
-# Sliding layers with a cache, global ones; KV heads of each; window; bytes per token of each.
+# Sliding and global layers with a cache; KV heads of both; window; bytes per token of both.
 GEMMA4 = {
     "E2B": (12, 3, 1, 1, 512, 1024, 2048),
     "E4B": (20, 4, 2, 2, 512, 2048, 4096),
@@ -201,7 +201,7 @@ def test_gemma4_in_one_pool(size):
     period = sliding // full
     layers = ([local] * period + [everything]) * full
     groups = jb.group_layers(layers)
-    # Pages are equal when blocks are in the inverse ratio of the bytes per token.
+    # Pages are equal if block sizes are inversely proportional to the bytes per token.
     pages = {spec.page_bytes for group in groups.groups for spec in group.specs}
     assert pages == {16 * max(bytes_sliding, bytes_full)}
     blocks = {type(g.specs[0]): g.block_size for g in groups.groups}
@@ -228,7 +228,7 @@ def test_unification_pads_only_what_cannot_be_scaled():
 
 
 def test_unified_pages_are_equal_where_not_all_of_a_page_grows():
-    """With padding of their own, or scales that a block shares."""
+    """A page may have fixed padding, or scales that its block shares."""
     padded = jb.FullAttention(16, 1, 64, padded_page_bytes=8192)
     fp8 = jattn.Fp8(scale_per="block")
     for specs in (
@@ -240,7 +240,7 @@ def test_unified_pages_are_equal_where_not_all_of_a_page_grows():
 
 
 def test_bounds_of_layers_that_need_not_start_at_a_block():
-    """Of 8 new tokens in chunks of 24, those at 41 to 48 see keys 24 to 48: three blocks of 16."""
+    """With chunks of 24, 8 new tokens at 41 to 48 see keys 24 to 48: three blocks of 16."""
     chunked = jb.ChunkedLocal(16, 2, 64, chunk=24)
     assert chunked.max_blocks(jb.Limits(4096, 8)) == 3
     assert chunked.max_blocks(jb.Limits(32, 8)) == 2
@@ -266,7 +266,7 @@ def test_states_of_two_page_sizes_are_two_groups_in_vllm():
     groups = jb.group_layers([small, large])
     assert [group.layers for group in groups.groups] == [(0,), (1,)]
     assert groups.num_blocks(2**32) == 32768
-    # One group whose pages differ holds more, and goes by another name.
+    # A single group with different page sizes holds more; its rules have another name.
     mixed = jb.group_layers([small, large], rules="mixed")
     assert [group.layers for group in mixed.groups] == [(0, 1)]
     assert mixed.num_blocks(2**32) == 2**32 // (131072 + 24576)
@@ -316,7 +316,7 @@ def test_rows_are_as_wide_as_the_fullest_rank_needs(interleave, ranks, block):
 
 @pytest.mark.parametrize(("ranks", "interleave"), [(4, 1), (2, 24), (3, 5)])
 def test_windows_on_several_ranks_fit_their_rows(ranks, interleave):
-    """The bound holds for every position, and a row is never shorter."""
+    """The bound holds at every position, and a row is never shorter."""
     window, step, block = 40, 9, 4
     spec = jb.SlidingWindow(block, 2, 64, window=window)
     chunked = jb.ChunkedLocal(block, 2, 64, chunk=window)

@@ -17,7 +17,7 @@ LFM2 = jb.HybridModel(6, 10, bytes_per_token=2048, state_bytes=8192)
 ZAMBA2 = jb.HybridModel(9, 54, bytes_per_token=20480, state_bytes=686848)
 QWEN = jb.HybridModel(8, 24, bytes_per_token=4096, state_bytes=2146304)
 NANO = jb.HybridModel(6, 23, bytes_per_token=1024, state_bytes=2134016)
-# Of 100 bytes in pages.
+# A state takes 100 bytes in pages.
 ROUNDED = jb.HybridModel(1, 8, bytes_per_token=10, state_bytes=90, page_share_bytes=20)
 
 
@@ -46,7 +46,7 @@ def test_lfm2_pads_nothing_and_zamba2_little():
     few = jb.states_in_pages(ZAMBA2, M16, max_padding_percent=10)
     assert (few.states, few.pages) == (4, 9)  # the fewest pages that pad at most 10 %
     few = jb.states_in_pages(ROUNDED, M16, max_padding_percent=10)
-    assert (few.states, few.pages) == (8, 5)  # 3 in 2 pad 15.6 %, 6.3 % in pages' shares
+    assert (few.states, few.pages) == (8, 5)  # 3 in 2 would pad 15.6 %, 6.3 % of the page shares
 
 
 def test_a_state_over_small_pages_keeps_prefixes_fine():
@@ -241,7 +241,7 @@ def test_two_pools_are_sized_from_bytes_and_sequences():
 
 
 def test_waste_of_the_published_table():
-    """Waste of one request of 1024 tokens, without empty slots of groups, in percent of bytes."""
+    """The waste of one request of 1024 tokens, in percent of bytes, without groups' empty slots."""
     for model, plan, percent in (
         (NANO, jb.pages_per_state(NANO, M16), 0.5),
         (QWEN, jb.pages_per_state(QWEN, M16), 0.5),
@@ -261,7 +261,7 @@ def test_slots_past_int32_are_refused():
     with pytest.raises(ValueError, match="no plan is possible") as error:
         jb.plan_hybrid_cache(LFM2, M16, memory_bytes=2**45)
     assert "two_pools" in str(error.value)
-    # With room for some plans only, the others are left out.
+    # If only some plans fit, the others are left out.
     tiny = jb.HybridModel(1, 1, bytes_per_token=1, state_bytes=4096)
     choice = jb.plan_hybrid_cache(tiny, M16, memory_bytes=2**31 - 1)
     assert all(plan.num_blocks(2**31 - 1) for plan in choice.considered)
@@ -309,7 +309,7 @@ def test_bad_models_are_named():
 
 
 def test_a_plan_fits_the_pool_it_plans():
-    """`PagePool` finds in real pages the sizes that the planner computes from bytes."""
+    """`PagePool` finds the same sizes in real pages as the planner computes from bytes."""
     layout = jb.short_conv_state(intermediate_size=256, conv_kernel=3, dtypes=("bfloat16",))
     model = jb.HybridModel(2, 6, jb.kv_bytes_per_token(2, 32), layout.nbytes)
     for plan in jb.plan_hybrid_cache(model, M16, one_pool=True).considered:
@@ -333,7 +333,7 @@ def test_a_plan_fits_the_pool_it_plans():
     ],
 )
 def test_plans_count_what_a_pool_holds(value_dim, dtype, word, state):
-    """Also where keys and values differ, so that a state takes shares of both."""
+    """Including keys and values of different sizes, where a state takes parts of both."""
     layout = jb.StateLayout((state,), ("float32",))
     attention = jb.FullAttention(16, 1, 192, value_dim, dtype)
     recurrent = jb.RecurrentState(2048, layout=layout)

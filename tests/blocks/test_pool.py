@@ -1,4 +1,4 @@
-"""Free lists with reference counts and hashes, and the contents of blocks on their way."""
+"""Free lists with reference counts and hashes, and copying and moving blocks' contents."""
 
 import itertools
 
@@ -18,8 +18,8 @@ def test_blocks_are_held_found_and_evicted():
     pool = jb.BlockPool(4, reserved=[2])
     a, b = pool.allocate(2)
     pool.publish("g", b"x", a)
-    pool.publish("g", b"x", b)  # the first is kept
-    pool.publish("g", b"z", a)  # so is a block's first hash
+    pool.publish("g", b"x", b)  # the first block of a hash is kept
+    pool.publish("g", b"z", a)  # so is the first hash of a block
     assert pool.find("g", b"z") is None
     assert (pool.find("g", b"x"), pool.find("h", b"x")) == (a, None)
     assert (pool.is_private(a), pool.is_private(b)) == (False, True)
@@ -29,7 +29,7 @@ def test_blocks_are_held_found_and_evicted():
     pool.share(a)
     assert (pool.num_holders(a), pool.num_used, pool.is_free(a)) == (2, 1, False)
     pool.free([a, a])
-    assert a not in pool.allocate(2)  # those without a hash go first
+    assert a not in pool.allocate(2)  # blocks without a hash go first
     assert pool.find("g", b"x") == a
     assert pool.allocate(1) == [a]
     assert pool.find("g", b"x") is None
@@ -41,7 +41,7 @@ def test_blocks_are_held_found_and_evicted():
     assert pool.num_published == 0
 
 
-def test_the_longest_free_is_evicted_first():
+def test_blocks_free_for_longest_are_evicted_first():
     pool = jb.BlockPool(3, seed=1)
     ids = pool.allocate(3)
     for i, id in enumerate(ids):
@@ -85,7 +85,7 @@ def test_equal_hashes_are_equal_prefixes():
     assert changed[0] == whole[0]
     assert not set(changed[1:]) & set(whole)
     assert not set(jb.hash_blocks(tokens, 4, parent=b"tenant")) & set(whole)
-    # One chain serves groups of several block sizes.
+    # One chain of hashes serves groups of several block sizes.
     assert jb.block_hashes(whole, 4, 12) == [whole[2], whole[5], whole[8]]
     groups = jb.group_layers([jb.FullAttention(16, 1, 64), jb.SlidingWindow(16, 3, 64, window=9)])
     assert {group.block_size for group in groups.groups} <= {16, 48}
@@ -95,7 +95,7 @@ def test_equal_hashes_are_equal_prefixes():
 
 
 def pair(format, num_blocks=6, block_size=4, kv_layout="HND", filled=True):
-    """Keys and values in a format, every token its own numbers."""
+    """Return keys and values in a format, with different numbers in every token."""
     caches = jattn.init_kv_cache(num_blocks, 2, block_size, 16, format=format, kv_layout=kv_layout)
     if not filled:
         return caches
@@ -110,7 +110,7 @@ def leaves(caches):
 
 
 def tokens_of(cache, ids):
-    """The numbers [n * S, K, D] of some blocks."""
+    """Return the numbers [n * S, K, D] of some blocks."""
     numbers = np.asarray(cache.numbers())[np.asarray(ids)]
     numbers = numbers if cache.kv_layout == "NHD" else numbers.swapaxes(1, 2)
     return numbers.reshape(-1, *numbers.shape[2:])

@@ -8,7 +8,7 @@ import pytest
 import jattn
 import jattn.blocks as jb
 
-NANO = jb.mamba2_state(  # a small sibling of Nemotron-3-Nano: same dtypes, 1/64 of the bytes
+NANO = jb.mamba2_state(  # a small version of Nemotron-3-Nano: same dtypes, 1/64 of the bytes
     intermediate_size=256,
     num_groups=1,
     num_heads=8,
@@ -23,7 +23,7 @@ write = jax.jit(jb.write_state, donate_argnums=0)
 
 
 def random_states(layout, count, seed=0):
-    """States of random bits: NaNs of every kind among them."""
+    """Return states of random bits, including NaNs of every kind."""
     rng = np.random.default_rng(seed)
     states = []
     for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
@@ -41,7 +41,7 @@ def assert_same_bits(found, expected):
 
 
 def pool_of(layout, pages, *shapes, dtype="uint16", seed=3):
-    """A pool whose unowned words are garbage."""
+    """Return a pool full of garbage."""
     rng = np.random.default_rng(seed)
     parts = []
     for shape in shapes:
@@ -73,7 +73,7 @@ def test_states_come_back_bit_by_bit_and_nothing_else_changes(name):
     before, need = all_bits(pool), pool.pages_for()
     assert pool.page_bytes * need >= layout.nbytes > pool.page_bytes * (need - 1)
     ids = np.random.default_rng(1).permutation(pages)[: 3 * need + 1]
-    # One page more than a state needs, which stays as it is.
+    # One page more than a state needs, which must stay as it is.
     ids = np.append(ids[:-1].reshape(3, need), np.full((3, 1), ids[-1]), axis=1)
     ids[1] = -1  # a padded sequence
     states = random_states(layout, 3)
@@ -104,7 +104,7 @@ def test_several_states_share_pages(name, num_states):
     index = np.tile(np.arange(num_states), 2)
     pool = write(pool, rows, states, index=index)
     assert_same_bits(read(pool, rows, index=index), states)
-    # Rewriting one leaves its neighbours as they are; an index past the pages is nowhere.
+    # Rewriting one state changes no other; an index past the pages reads zeros, writes nothing.
     other = random_states(layout, 1, seed=9)
     pool = write(pool, ids[:1], other, index=np.asarray([num_states - 1]))
     before = all_bits(pool)
@@ -122,7 +122,7 @@ def test_several_states_share_pages(name, num_states):
     assert_same_bits(read(pool, rows, index=index), expected)
 
 
-def test_slots_of_their_own():
+def test_state_slots():
     slots = jb.init_state_slots(NANO, 6)
     states = random_states(NANO, 3)
     ids = np.asarray([4, -1, 0])
@@ -138,7 +138,7 @@ def test_slots_of_their_own():
 
 
 def test_zeroed_pages_have_no_stale_bytes():
-    """Bytes of a float32 state read as bfloat16 keys are not numbers until they are zeroed."""
+    """Bytes of a float32 state, read as bfloat16 keys, give NaN until they are zeroed."""
     pool = pool_of(NANO, 8, (2, 16, 512), (2, 16, 512))
     hostile = tuple(
         np.full((1, *s), np.nan, jnp.dtype(d))
@@ -163,7 +163,7 @@ def test_zeroed_pages_have_no_stale_bytes():
 
 
 def test_one_pool_serves_attention_and_states_at_once():
-    """Keys in some pages, a state in others: neither disturbs the other."""
+    """With keys in some pages and a state in others, neither disturbs the other."""
     key_cache, value_cache = jattn.init_kv_cache(12, 2, 16, 512)
     rng = np.random.default_rng(0)
     new = jnp.asarray(rng.standard_normal((40, 2, 512)), jnp.bfloat16)
@@ -253,7 +253,7 @@ LAYERS, BLOCKS, HEADS, BLOCK, DIM = 4, 64, 2, 16, 64
 
 
 def layer_step(key_pool, value_pool, layer, x, tables, slots, seq_lens):
-    """One layer of a decode step on the pool of all layers."""
+    """Run one layer of a decode step on the pool of all layers."""
     new = x[:, :HEADS].astype(jnp.bfloat16)
     caches = jattn.update_kv_cache(
         key_pool, value_pool, new, new, jb.layer_slot_mapping(slots, layer, BLOCKS, BLOCK)
@@ -265,7 +265,7 @@ def layer_step(key_pool, value_pool, layer, x, tables, slots, seq_lens):
 
 
 def one_pool_step(caches, x, tables, slots, seq_lens):
-    """All layers as a scan whose carry is the pool."""
+    """Run all layers as a scan that carries the pool."""
 
     def body(carry, layer):
         *caches, x = carry
@@ -286,7 +286,7 @@ def step_inputs():
     return x, jb.gather_block_tables(tables, [0, 1, 2])[0], slots, jnp.asarray(seq_lens)
 
 
-def test_one_pool_of_all_layers_is_what_separate_caches_are():
+def test_one_pool_of_all_layers_equals_separate_caches():
     x, tables, slots, seq_lens = step_inputs()
     caches = jattn.init_kv_cache(LAYERS * BLOCKS, HEADS, BLOCK, DIM)
     pool, together = jax.jit(one_pool_step)(caches, x, tables, slots, seq_lens)

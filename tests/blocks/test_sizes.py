@@ -1,4 +1,4 @@
-"""Sizes that are NumPy's integers, which overflow, and ids and slots that int32 cannot hold."""
+"""Sizes as NumPy integers, which could overflow, and ids and slots that int32 cannot hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pool_sizes_have_int32_slots():
         plan.pool_sizes(2**55, max_num_seqs=64, max_model_len=4096)
 
 
-def test_layers_past_int32_name_no_other_layer():
+def test_layers_past_int32_do_not_alias_another_layer():
     assert jb.layer_block_tables([[1, 2]], 2**10, 2**22).tolist() == [[-1, -1]]
     assert jb.layer_slot_mapping([1, -1], jnp.int32(2**10), 2**20, 16).tolist() == [-1, -1]
     assert jb.layer_slot_mapping([1, 2**31 - 1], 0, 2**30, 16).tolist() == [1, 2**31 - 1]
@@ -84,7 +84,7 @@ def test_layers_past_int32_name_no_other_layer():
     assert jb.layer_block_tables([0, 1], -1, 2).tolist() == [-1, -1]
 
 
-def test_kernel_blocks_past_int32_name_no_other_block():
+def test_kernel_blocks_past_int32_do_not_alias_another_block():
     most = 2**29 - 1
     expanded = jb.expand_block_ids([most, most + 1, 2**30, -(2**30), 0], 4).reshape(5, 4)
     last = [4 * most + j for j in range(4)]

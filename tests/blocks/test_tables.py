@@ -21,7 +21,7 @@ slot_mapping = jax.jit(jb.compute_slot_mapping)
 
 
 def tables_of(init, version):
-    """The tables that a case of the goldens starts from."""
+    """Return the tables that a golden case starts from."""
     sizes = init["block_sizes"]
     every = [True] * len(sizes)
     context = jb.ContextParallel(init["cp_size"], init["cp_rank"], init["cp_interleave"])
@@ -45,7 +45,7 @@ def padded(values, length, fill=0):
 
 
 def rows_of(tables):
-    """The valid prefixes, per group and row."""
+    """Return the valid prefixes, per group and row."""
     counts = np.asarray(tables.num_blocks)
     return [
         [row[:n].tolist() for row, n in zip(np.asarray(table), count, strict=True)]
@@ -132,7 +132,7 @@ def test_every_row_operation_of_vllm(version):
             elif kind == "move":
                 kept = jax.tree.map(jnp.copy, tables)
                 tables = jax.jit(jb.move_row)(tables, *args)
-                if version == "0.23.0" and args[0] != args[1]:  # it leaves the source row
+                if version == "0.23.0" and args[0] != args[1]:  # it keeps the source row
                     put_back = [
                         t.at[args[0]].set(k[args[0]])
                         for t, k in zip(tables.tables, kept.tables, strict=True)
@@ -168,7 +168,7 @@ def batch(*sequences, widths=(3, 3)):
 
 @functools.cache
 def filled():
-    """Two groups, four rows, of which 0, 1 and 3 hold blocks."""
+    """Return tables of two groups and four rows; 0, 1 and 3 hold blocks."""
     tables = jb.init_block_tables(GROUPS, 4)
     ids, counts = batch([[5, 6, 7], [1]], [[8], [2, 3]], [[9, 10], []])
     tables, _ = jb.append_block_ids(tables, np.asarray([0, 1, 3]), ids, counts)
@@ -235,7 +235,7 @@ def test_repeated_and_padded_sequences_in_one_call():
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1])
-def test_counts_that_claim_ids_not_given_are_refused(bad):
+def test_counts_beyond_the_given_ids_are_refused(bad):
     ids, _ = batch([[1], [1]])
     for stores in (False, True):
         tables = jb.init_block_tables(GROUPS, 2, stores_kernel_blocks=stores)
@@ -273,13 +273,13 @@ def test_move_swap_and_clear():
     ],
 )
 def test_rows_named_twice_lose_and_duplicate_nothing(function, first, second):
-    """On the host an error; under jit the pair that comes first is done, the other is not."""
+    """On the host it is an error; under jit only the first such pair takes effect."""
     with pytest.raises(ValueError, match=r"pair \[1\]: rows \d and \d, but must be of rows not"):
         function(filled(), first, second)
     alone = function(filled(), first[:1], second[:1])
     together = jax.jit(function)(filled(), np.asarray(first), np.asarray(second))
     assert rows_of(together) == rows_of(alone)
-    # A pair outside the table names nothing.
+    # A pair outside the table is ignored.
     padded_pairs = jax.jit(function)(filled(), np.asarray([-1, *first]), np.asarray([7, *second]))
     assert rows_of(padded_pairs) == rows_of(alone)
 
@@ -305,7 +305,7 @@ def test_a_fork_copies_rows_and_a_rollback_truncates_them():
         for tokens in (0, 1, 24, 25, 40, 48, 49, 300):
             cut = jb.truncate_row(tables, 0, tokens).num_blocks[:, 0].tolist()
             assert cut == [min(8, groups[0].blocks_for(tokens)), 8]
-    # A block that is kept is kept with all of its kernel blocks, so that slots stay its own.
+    # A kept block keeps all of its kernel blocks, so slots stay the same.
     for stores, held in ((False, 2), (True, 4)):
         group = jb.BlockGroup(32, 4, kernel_block_size=16)
         tables = jb.init_block_tables([group], 1, stores_kernel_blocks=stores)
@@ -421,7 +421,7 @@ def test_blocks_below_the_window_gather_as_null(size):
         where = {"num_computed_tokens": [computed]}
         row, full = jb.gather_block_tables(tables, [0], **where)
         by_rank, _ = jb.gather_block_tables(told, [0], **where, rank=size - 1)
-        # A block is gone when no token of it on this rank is at or after the first seen.
+        # A block is dropped when none of its tokens on this rank is at or after the first seen.
         lowest = max(computed - 9, 0)
         seen = {
             context.local_length(position) // 4

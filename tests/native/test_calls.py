@@ -1,6 +1,6 @@
-"""The native CPU kernel: its meaning point by point, its batches, and what a compiled call holds.
+"""The native CPU kernel: its semantics point by point, batches, and what a compiled call contains.
 
-What its row claims is run by the matrix and by every test that runs all rows.
+The matrix, and every test that runs all rows, cover what its row claims.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ native = native_library.native  # the fixture
 
 
 def test_the_library_knows_operands_in_the_order_of_a_call():
-    """`kSeqLens` is `seq_lens`: the last word of each name in C++ is part of that in Python."""
+    """`kSeqLens` is `seq_lens`: the last word of a C++ name is part of the Python name."""
     source = pathlib.Path(jattn.__file__).parent / "cpu" / "native" / "src" / "ffi.cc"
     listed = re.search(r"enum Operand \{(.*?)\};", source.read_text(), re.DOTALL)[1]
     known = re.findall(r"k\w+", listed)
@@ -120,7 +120,7 @@ def test_logits_are_what_the_spec_says(native, cap, biased):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sequence_has_the_same_bits_in_every_batch(dtype):
-    """Those whose keys are split over threads, prompts too, alone and among others."""
+    """Sequences whose keys are split over threads, and prompts, alone and among others."""
     whole, parts = native_batches.run(dtype)
     for part in parts:
         for have, want in zip(part.found, whole.found, strict=True):
@@ -145,7 +145,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     ],
 )
 def test_many_threads_at_once(seq_lens):
-    """Small calls, which stay on their thread, and others whose keys are split and merged."""
+    """For small calls, which stay on their thread, and calls whose keys are split and merged."""
     batch = problems.build(BASE.replace(seq_lens=seq_lens))
     want = batch.run("native")
     with concurrent.futures.ThreadPoolExecutor(200) as pool:
@@ -190,7 +190,7 @@ def test_too_little_memory_is_an_error_and_the_process_goes_on():
 
 
 def test_broken_promises_are_nan():
-    """In the rows of the sequence that breaks them; in all where starts do."""
+    """In the rows of the sequence that breaks them, or in all rows if starts are broken."""
     batch = problems.build(BASE)
     out, _ = batch.run("native")
     starts = np.asarray(batch.kwargs["query_start_loc"])
@@ -223,7 +223,7 @@ def test_broken_promises_are_nan():
         assert np.isnan(have).all(), dtype
 
 
-def test_behind_a_window_ids_may_be_anything():
+def test_ids_outside_the_window_may_be_anything():
     batch = problems.build(BASE.replace(options=frozenset({"return_lse", "sliding_window"})))
     tables = np.asarray(batch.kwargs["block_tables"]).copy()
     tables[5, : (130 - 20 - 11) // 16] = -7
@@ -252,7 +252,7 @@ def updated(caches, query, new, slots, *batch):
 
 
 def carried(caches, query, new, slots, *batch):
-    """Layers that write and read the pool in the carry of a scan."""
+    """Run layers that write and read a pool in the carry of a scan."""
 
     def layer(carry, i):
         return updated(carry[1], carry[0], new, slots + i, *batch), None
@@ -261,7 +261,7 @@ def carried(caches, query, new, slots, *batch):
 
 
 def stacked(caches, query, new, slots, tables, lens):
-    """Layers that read their part of a pool for all of them, outside of the scan."""
+    """Run layers that read their part of a pool for all layers, outside the scan."""
     blocks = caches[0].shape[0] // 4
 
     def layer(carry, i):
@@ -271,7 +271,7 @@ def stacked(caches, query, new, slots, tables, lens):
 
 
 def sharded(caches, *arrays):
-    """`shard_map` over KV heads, with its default checks."""
+    """Run under `shard_map` over KV heads, with its default checks."""
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     heads, whole = jax.sharding.PartitionSpec(None, "heads"), jax.sharding.PartitionSpec()
     pools = tuple(
@@ -287,13 +287,13 @@ def sharded(caches, *arrays):
 
 
 def mapped(caches, query, new, slots, *batch):
-    """`vmap` of queries, tables and lengths over one pool."""
+    """Run under `vmap` of queries, tables and lengths, with one pool."""
     twice = [jnp.stack([x, x]) for x in (query, *batch)]
     return jax.vmap(lambda query, *batch: attend(query, *caches, *batch))(*twice)
 
 
 def mapped_with_pools(caches, query, new, slots, *batch):
-    """`vmap` over all of a call, two pools as well."""
+    """Run under `vmap` over the whole call, including its pools."""
     pools = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), caches)
     twice = [jnp.stack([x, x]) for x in (query, *batch)]
     return jax.vmap(lambda pools, query, *batch: attend(query, *pools, *batch))(pools, *twice)
@@ -311,7 +311,7 @@ def mapped_with_pools(caches, query, new, slots, *batch):
     ],
 )
 def test_a_step_copies_nothing(step, format):
-    """With keys of 1 GiB and values of as much, which are never allocated."""
+    """With keys and values of 1 GiB each, which are never allocated."""
     init = functools.partial(jattn.init_kv_cache, format=problems.FORMATS[format])
     block = jax.eval_shape(lambda: init(1, 2, 16, 64))[0].data
     blocks = 2**30 // (block.size * block.dtype.itemsize)
@@ -328,7 +328,7 @@ def test_a_step_copies_nothing(step, format):
 
 @pytest.mark.parametrize("format", ["float32", "nvfp4"])
 def test_a_batch_of_calls_with_a_pool_each(format):
-    """The pools are joined; ids outside a call's own pool still break its promise alone."""
+    """The pools are joined, but an id outside a call's own pool breaks only that call's promise."""
     blocks, block_size = 3, 16
     rng = np.random.default_rng(5)
     new = jnp.asarray(rng.normal(size=(2, 2, blocks * block_size, 2, 64)), jnp.float32)
@@ -375,7 +375,7 @@ def test_vmap_and_gradients():
 
 
 def test_splits_and_their_merge_agree_with_the_oracle():
-    """One long sequence is split by its keys; its rows are merged in the same call."""
+    """One long sequence is split by its keys, and the partial results merge in the same call."""
     problem = problems.Problem(
         query_lens=(1,),
         seq_lens=(9000,),

@@ -1,4 +1,4 @@
-"""Programs with native calls that are saved: by `jax.export`, compiled, in JAX's cache on disk."""
+"""Saved programs with native calls: from `jax.export`, compiled, or in JAX's cache on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = native_library.needed
 
 
 def step(pool, new, query):
-    """A write and a read of a pool of keys that are values too."""
+    """Write and read a pool of keys that hold their values."""
     lens = jnp.asarray([5], jnp.int32)
     tables = jnp.asarray([[3]], jnp.int32)
     write = jattn.update_kv_cache
@@ -42,7 +42,7 @@ def given():
     return pool, jnp.ones((1, 1, 8)), jnp.ones((1, 2, 8))
 
 
-def test_an_exported_function_runs_where_it_was_saved_and_says_what_it_needs():
+def test_an_exported_function_runs_here_and_names_the_checks_it_needs():
     with pytest.raises(ValueError, match="jattn_native_update"):
         jax.export.export(jax.jit(step))(*given())
     save = jax.export.export(jax.jit(step), disabled_checks=jattn.export_checks())
@@ -52,7 +52,7 @@ def test_an_exported_function_runs_where_it_was_saved_and_says_what_it_needs():
 
 
 def test_a_program_of_another_version_says_so(monkeypatch):
-    """Its operands may be others: programs carry a number of the sources."""
+    """Its operands may differ, so programs carry a version number of the sources."""
     version = library.version()
     monkeypatch.setattr(library, "version", lambda: version + 1)
     operands = (jnp.ones((5, 1, 16, 8)), *given()[1:])  # a size that no other test has traced
@@ -63,7 +63,7 @@ def test_a_program_of_another_version_says_so(monkeypatch):
 
 
 def test_each_version_has_programs_of_its_own_over_several_devices(monkeypatch):
-    """XLA's cache on disk knows such a call by nothing but what `partition.run` is told."""
+    """XLA's cache on disk identifies such a call only by the arguments of `partition.run`."""
     told = []
 
     def run(f, static, division, arrays):
@@ -145,7 +145,7 @@ print("same")
 @pytest.mark.extended
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_programs_are_kept_on_disk(tmp_path, devices):
-    """As many as there are; over several devices with JAX told to ignore a callback's address."""
+    """Exactly one per program; for several devices, JAX must ignore the address of a callback."""
     found = []
     for _ in range(2):
         there = processes.python(
@@ -196,7 +196,7 @@ print("same")
 
 @pytest.mark.extended
 def test_two_processes():
-    """A mesh over two processes of two devices: each runs its own heads."""
+    """On a mesh over two processes with two devices, each process runs its own heads."""
     port = 20000 + os.getpid() % 20000
     command = [sys.executable, "-W", "error", "-c", PROCESS, f"localhost:{port}"]
     environment = {

@@ -1,4 +1,4 @@
-"""The native kernel's library: how it is built, found and refused, and what a process sees."""
+"""The native kernel's library: how it is built, found and refused, and its effect on a process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_wrong_compiler_is_named(monkeypatch, capsys, command, words):
 
 
 def test_a_compiler_that_is_too_old_is_not_taken(monkeypatch, tmp_path):
-    """The next one is, or that of ziglang; without any, the reasons are given."""
+    """The next one is taken, or ziglang's; if none works, the error has the reasons."""
     compilers = build.compiler()
     for name, says in (("g++", "g++: error: no shuffles"), ("clang++", "clang++: error: no C++17")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 1\n")
@@ -64,20 +64,20 @@ def test_a_compiler_that_is_too_old_is_not_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert build.compiler() == [sys.executable, "-m", "ziglang", "c++"]
     (tmp_path / "c++").symlink_to(shutil.which(compilers[0], path=os.defpath))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")  # where the assembler and linker are
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")  # for the assembler and linker
     assert build.compiler() == ["c++"]
 
 
 def test_zig_compiles_the_base_set_for_every_machine():
-    """Without flags it compiles for the machine that it runs on."""
+    """Without flags, zig would compile for the machine that it runs on."""
     zig = [sys.executable, "-m", "ziglang", "c++"]
     for machine in ("x86_64", "aarch64"):
         assert build.instruction_sets(machine, zig)["base"] == ("-mcpu=baseline",)
         assert build.instruction_sets(machine, ["g++"])["base"] == ()
 
 
-def test_a_library_that_cannot_be_written_is_told(monkeypatch, capsys, tmp_path):
-    """And what is in the folder of the sources but no source changes nothing."""
+def test_a_library_that_cannot_be_written_is_reported(monkeypatch, capsys, tmp_path):
+    """Also, files in the source folder that are not sources do not change the stamp."""
     (tmp_path / "file").touch()
 
     def build_nothing(library, *_):
@@ -97,9 +97,7 @@ def test_a_library_that_cannot_be_written_is_told(monkeypatch, capsys, tmp_path)
     assert build.stamp() != want
 
 
-def test_a_library_is_found_by_its_name_alone_and_missing_sources_are_a_reason(
-    monkeypatch, tmp_path
-):
+def test_a_library_is_found_by_file_name_and_missing_sources_are_a_reason(monkeypatch, tmp_path):
     shutil.copy(build.LIBRARY, tmp_path / "kernel.so")
     monkeypatch.chdir(tmp_path)
     assert library.open_library(pathlib.Path("kernel.so"), build.stamp(), None).library
@@ -130,7 +128,7 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
 
 @pytest.mark.extended
 def test_an_instruction_set_that_the_machine_lacks_is_refused_with_a_warning():
-    """One warning; then calls go elsewhere, and `explain` has the reason."""
+    """There is one warning; then calls use `xla`, and `explain` has the reason."""
     code = """
 import warnings
 with warnings.catch_warnings(record=True) as said:
@@ -147,7 +145,7 @@ with warnings.catch_warnings(record=True) as said:
 
 @pytest.mark.extended
 def test_a_library_for_an_older_machine_runs_with_a_warning(tmp_path):
-    """As after a move of an editable installation: what it was built with is used."""
+    """As after moving an editable installation: the instruction sets it was built for are used."""
     have = library.load().instruction_sets()
     if len(have) == 1:
         pytest.skip("this machine has one instruction set")
@@ -173,7 +171,7 @@ def test_a_build_for_this_machine_has_the_newest_that_it_can_use(monkeypatch, tm
     assert build.newest_here(command) in sets
     assert not library.load().left_out()
     processor = tmp_path / "cpuinfo"
-    assert build.newest_here(command, processor) is None  # nothing says what it has
+    assert build.newest_here(command, processor) is None  # without a list of features
     second = list(sets)[1]
     for words, found in (("fpu sse2", "base"), ("avx2 fma f16c bf16", second)):
         processor.write_text(f"model : 1\nflags\t\t: {words}\n\nmodel : 2\nflags : x\n")
@@ -185,7 +183,7 @@ def test_a_build_for_this_machine_has_the_newest_that_it_can_use(monkeypatch, tm
 
 
 def test_everything_is_built_where_the_newest_does_not_run(monkeypatch, tmp_path):
-    """As in a container that hides instructions which Linux lists."""
+    """As in a container that hides instructions that Linux lists."""
     asked = []
     monkeypatch.setattr(build, "build", lambda library, extra=(), only=None: asked.append(only))
     monkeypatch.setattr(build, "newest_here", lambda command: "amx")
@@ -236,17 +234,17 @@ def test_every_instruction_set(isa):
 @pytest.mark.extended
 @pytest.mark.long
 def test_under_sanitizers():
-    """Minutes: builds a library of its own."""
+    """Takes minutes, because it builds a separate library."""
     if not os.path.isabs(native_sanitize.located("libasan.so")):
-        pytest.skip("the C++ compiler brings no AddressSanitizer")
+        pytest.skip("the C++ compiler has no AddressSanitizer")
     native_library.run_python("-m", "tests.support.native.sanitize", "--count", "4")
 
 
 @pytest.mark.extended
 def test_threads_do_not_race():
-    """ThreadSanitizer on one instruction set: all share the split over threads."""
+    """ThreadSanitizer with one instruction set: all use the same code to share work."""
     if not os.path.isabs(native_sanitize.located("libtsan.so")):
-        pytest.skip("the C++ compiler brings no ThreadSanitizer")
+        pytest.skip("the C++ compiler has no ThreadSanitizer")
     sets = library.load().instruction_sets()
     isa = "avx2" if "avx2" in sets else sets[0]
     native_library.run_python(
@@ -288,7 +286,7 @@ huge_pages = pytest.mark.skipif(
 
 @huge_pages
 def test_large_results_are_in_huge_pages():
-    """Where their memory is new: the C library keeps what other tests had, in small pages."""
+    """If their memory is new: the C library may reuse memory of other tests, in small pages."""
     tokens = 1088
     query = np.ones((tokens, 64, 128), np.float32)
     cache = np.ones((tokens // 64, 1, 64, 128), np.float32)
@@ -312,12 +310,12 @@ def test_large_results_are_in_huge_pages():
 
 @huge_pages
 def test_large_pools_are_in_huge_pages():
-    """From their making to after a donated update; under jit, zeros are XLA's.
+    """From their creation to after a donated update, even in reused memory with small pages.
 
-    In memory that was used, in small pages, as well.
+    Under jit, XLA makes the zeros.
     """
     shape = (272, 4, 64, 128)
-    for _ in range(2):  # the second time it is the C library's own
+    for _ in range(2):  # the second time, the C library reuses the memory
         used = [b"used" * (8 * HUGE // 4) for _ in range(4)]
         del used
     caches = jattn.init_kv_cache(*shape)
@@ -340,7 +338,7 @@ def test_large_pools_are_in_huge_pages():
 
 
 def check_huge(address: int, count: int) -> None:
-    """Huge pages hold an array, but for its ends; skips where new memory gets none either."""
+    """Check that huge pages hold an array except its ends; skip if new memory gets none either."""
     if huge_bytes(address, count) > count - 2 * HUGE:
         return
     with mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
@@ -355,7 +353,7 @@ def check_huge(address: int, count: int) -> None:
 
 
 def huge_bytes(address: int, count: int) -> int:
-    """Bytes in huge pages of the mappings that hold `count` bytes from an address on."""
+    """Return bytes in huge pages of the mappings that hold `count` bytes from an address on."""
     found, inside = 0, False
     for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -367,10 +365,11 @@ def huge_bytes(address: int, count: int) -> int:
 
 
 def test_after_a_fork():
-    """The child calls the library, and what was compiled before; XLA hangs when it compiles there.
+    """A forked child can call the library and run programs compiled before the fork.
 
-    So does a compiled call of `xla`: it waits for threads that did not survive. The native kernel
-    waits only for splits that some thread has begun.
+    XLA hangs in a child when it compiles, and so does a compiled call of `xla`: it waits for
+    threads that did not survive. The native kernel waits only for splits that some thread has
+    begun.
     """
     code = """
 import os, signal, sys

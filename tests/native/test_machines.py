@@ -1,6 +1,6 @@
-"""The native kernel on machines that are not at hand: compiled for them, run under an emulator.
+"""The native kernel compiled for other machines, and run under an emulator.
 
-Without Python, JAX or XLA there, by `tests/support/native/harness.cc`.
+`tests/support/native/harness.cc` runs it there, without Python, JAX or XLA.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HARNESS = pathlib.Path(__file__).parents[1] / "support" / "native" / "harness.cc
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
-    """Runs the harness, built for 64-bit ARM: `arm("write" or "attend", case, instruction_set)`."""
+    """The harness for 64-bit ARM, as `arm("write" or "attend", case, instruction_set)`."""
     command, prefix = [CROSS, "-static"], [EMULATOR]
     if platform.machine() in ("aarch64", "arm64"):
         command, prefix = build.compiler(), []
     for tool in (command[0], *prefix):
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed: it compiles or runs the kernel for 64-bit ARM")
+            pytest.skip(f"needs {tool}, which compiles or runs the kernel for 64-bit ARM")
     folder = tmp_path_factory.mktemp("arm")
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -57,7 +57,7 @@ def arm(tmp_path_factory):
             text=True,
         )
         if instruction_set not in done.stdout.split():
-            pytest.skip(f"this machine has {done.stdout} only")
+            pytest.skip(f"this machine has only {done.stdout}")
         return (folder / "result").read_bytes()
 
     return run
@@ -82,13 +82,13 @@ def number(*values: int) -> bytes:
 
 
 def array(x, dtype=None) -> bytes:
-    """An array after its size in bytes."""
+    """Return an array as bytes, preceded by its size."""
     data = b"" if x is None else np.ascontiguousarray(x, dtype).tobytes()
     return number(len(data)) + data
 
 
 def pool(cache: jattn.KVArray) -> bytes:
-    """A cache as the harness reads it."""
+    """Return a cache in the form that the harness reads."""
     format, words = cache.format, np.asarray(cache.data)
     sizes = (launch.format_code(format), launch.PER[format.per], cache.shape[-1])
     params = (None if x is None else np.asarray(x) for x in cache.quant_params)
@@ -98,7 +98,7 @@ def pool(cache: jattn.KVArray) -> bytes:
 
 @pytest.mark.parametrize("name", problems.FORMATS)
 def test_writing(arm, name):
-    """The same bits as on this machine, where a test compares them with XLA's."""
+    """Writing gives the same bits as on this machine, where a test compares them with XLA's."""
     format = problems.FORMATS[name]
     at = list(problems.FORMATS).index(name)
     case = ((format, format), "HND" if at % 2 else "NHD", ("float32", "bfloat16")[at // 2 % 2], 48)
@@ -117,7 +117,7 @@ def test_writing(arm, name):
         part = np.frombuffer(found, want.dtype, want.size, at).reshape(want.shape)
         at += want.nbytes
         same = (part == want) | ((part != part) & (want != want))
-        if name in ("float16", "bfloat16"):  # a NaN's other bits are the machine's
+        if name in ("float16", "bfloat16"):  # a NaN's other bits depend on the machine
             as_floats = [
                 np.asarray(x).view(format.value_dtype).astype(np.float32) for x in (part, want)
             ]
@@ -135,7 +135,7 @@ def test_writing(arm, name):
         ("fp8_e4m3", "bfloat16", set(), "base", 6, 48),
         ("int4_zero", "float32", set(), "base", 6, 48),
         ("nvfp4", "float32", {"sinks"}, "base", 6, 48),
-        # Pairs: of one row, of a few and of many; of formats that become pairs first.
+        # Products of pairs, for one row, a few and many, and for formats that are widened first.
         ("bfloat16", "bfloat16", {"sliding_window"}, "bf16", 6, 48),
         ("bfloat16", "bfloat16", {"sinks"}, "bf16", 2, 37),
         ("bfloat16", "bfloat16", set(), "bf16", 16, 512),
@@ -147,7 +147,7 @@ def test_writing(arm, name):
     ],
 )
 def test_attention(arm, format, dtype, options, instruction_set, heads, head_dim):
-    """Decode, prefill and a long sequence, within the budget of the oracle."""
+    """Decode, prefill and a long sequence are within the budget of the oracle."""
     problem = problems.Problem(
         query_lens=(1, 0, 1, 37, 1, 20),
         seq_lens=(1, 0, 16, 130, 700, 23),

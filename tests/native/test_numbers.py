@@ -1,4 +1,4 @@
-"""Numbers in the native kernel: every word decoded and multiplied, scales, logits and NaN."""
+"""Numbers in the native kernel: decoding and multiplying every word, scales, logits and NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = float(np.finfo(np.float32).max)
 @pytest.mark.parametrize("name", problems.FORMATS)
 @pytest.mark.parametrize("dim", [16, 64, 80, 272])
 def test_every_word_is_decoded(native, name, dim):
-    """All words of one byte, many of two and four; as float32 and, inside, as bfloat16."""
+    """All words of one byte, and many of two and four, as float32 and internally as bfloat16."""
     format = problems.FORMATS[name]
     rng = np.random.default_rng(2)
     width = dim // format.values_per_word
@@ -33,7 +33,7 @@ def test_every_word_is_decoded(native, name, dim):
     groups = None
     if format.group:
         groups = rng.integers(0, 256, (40, dim // 16), np.uint8)
-        groups[groups % 128 == 127] = 1  # NaN has a test of its own
+        groups[groups % 128 == 127] = 1  # another test covers NaN
     if name == "float32":
         words[~np.isfinite(words)] = 1
     with np.errstate(invalid="ignore"):  # signaling NaN among the words
@@ -63,7 +63,7 @@ SIZES = [(96, 272, 8), (272, 192, 8), (128, 80, 4), (64, 96, 2), (512, 576, 1)]
     ],
 )
 def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads, in_keys):
-    """Head h attends to the h-th last key alone: its value comes out, and its product as lse."""
+    """Head h attends only to the h-th last key: out is its value, and lse is its product."""
     formats = {
         "float16": jattn.Dense("float16"),
         "int8": jattn.Int8(),
@@ -133,7 +133,7 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads, in_
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_large_queries_times_small_scales_of_groups(sign):
-    """Sums over a group are far too large before the key's scale makes them smaller."""
+    """Sums over a group are far too large until the key's scale reduces them."""
     keys, _ = jattn.init_kv_cache(1, 1, 16, 64, format=jattn.Nvfp4())
     words = np.full((1, 1, 16, 32), 0x77, np.uint8)  # 6 and 6
     words[..., ::2] = 0x77 if sign > 0 else 0xFF  # or -6
@@ -155,8 +155,8 @@ def test_large_queries_times_small_scales_of_groups(sign):
 
 @pytest.mark.parametrize("tokens", [2, 5, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scales_that_are_tiny_or_mean_nothing(dtype, tokens):
-    """The first rows come before the first of 3 keys: they see none, whatever the scale is."""
+def test_scales_that_are_tiny_or_invalid(dtype, tokens):
+    """Rows before the first of 3 keys see none, whatever the scale is."""
     signs = jnp.asarray([1, 1, -1], dtype)[:, None] * jnp.ones((1, 64), dtype)
     keys = jnp.zeros((1, 1, 16, 64), dtype).at[0, 0, :3].set(1.5e18 * signs)
 
@@ -191,7 +191,7 @@ def test_scales_that_are_tiny_or_mean_nothing(dtype, tokens):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_shows_where_keys_are_split_over_threads(dtype):
-    """Of a query, of the scale, and of one key of thousands, wherever in a vector it lies."""
+    """NaN in a query, in the scale, or in one of thousands of keys, wherever in a vector."""
     rng, length, size, dim = np.random.default_rng(8), 9000, 16, 64
     blocks = -(-length // size)
     query = rng.normal(size=(1, 4, dim)).astype(dtype)
@@ -225,7 +225,7 @@ def test_nan_shows_where_keys_are_split_over_threads(dtype):
 
 
 def test_a_zero_point_of_nan_stays_in_its_sequence():
-    """The next sequence has fewer keys than a vector, whose other lanes hold what was there."""
+    """The next sequence has fewer keys than a vector has lanes; the others hold old numbers."""
     keys, values = jattn.init_kv_cache(2, 1, 16, 32, format=jattn.Int8(zero_point=True))
     values = values.replace(zero=values.zero.at[0].set(jnp.nan))
     out = jattn.paged_attention(
@@ -240,8 +240,8 @@ def test_a_zero_point_of_nan_stays_in_its_sequence():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("query_len", [1, 20])
-def test_logits_that_are_all_far_below_zero_are_weighed(dtype, query_len):
-    """A bias so large that it hides all differences leaves the mean of the values that are seen."""
+def test_logits_all_far_below_zero_give_the_mean(dtype, query_len):
+    """A bias so large that it hides all differences leaves the mean of the visible values."""
     rng, heads, length = np.random.default_rng(4), 4, 60
     keys, values = (jnp.asarray(rng.normal(size=(4, 1, 16, 64)), dtype) for _ in range(2))
     query = jnp.asarray(rng.normal(size=(query_len, heads, 64)), dtype)
@@ -273,8 +273,8 @@ def test_logits_that_are_all_far_below_zero_are_weighed(dtype, query_len):
         *(("relative_bias", size, 70) for size in (-MOST, -2.5e38, 2.5e38)),
     ],
 )
-def test_logits_as_large_as_floats_are(name, size, keys, query_len):
-    """Their exponents of 2 would be infinite; `finfo.min` is how many masks hide keys."""
+def test_logits_as_large_as_the_largest_float(name, size, keys, query_len):
+    """As exponents of 2 they would be infinite; many masks hide keys with `finfo.min`."""
     rng = np.random.default_rng(5)
     query = rng.normal(size=(query_len, 4, 64)).astype(np.float32)
     pools = rng.normal(size=(2, 5, 2, 16, 64)).astype(np.float32)
@@ -282,7 +282,7 @@ def test_logits_as_large_as_floats_are(name, size, keys, query_len):
         [query_len if keys else 0], [keys], block_tables=[range(5)], block_size=16
     )
     given = {name: np.full((4,) if name == "sinks" else (4, 9), size, np.float32)}
-    if not keys:  # a decode of nothing
+    if not keys:  # a decode without keys
         batch = {"block_tables": np.zeros((query_len, 1), np.int32)}
         batch |= {"seq_lens": np.zeros(query_len, np.int32)}
     else:
@@ -306,7 +306,7 @@ def test_logits_as_large_as_floats_are(name, size, keys, query_len):
 
 
 def unpacked(format, words, groups):
-    """Words as the codes that `quantize.decode` takes, with scales of one."""
+    """Unpack words into the codes that `quantize.decode` takes, with scales of one."""
     codes = words
     if format.values_per_word == 2:
         codes = np.stack([words % 16, words // 16], axis=-1).reshape(len(words), -1)
@@ -321,7 +321,7 @@ def unpacked(format, words, groups):
 @pytest.mark.extended
 @pytest.mark.parametrize("value_dim", [None, 64])
 def test_a_scale_that_codes_would_make_infinite(value_dim):
-    """e4m3's numbers are multiplied as 2^-8 of what they are, and the scale makes up for it."""
+    """e4m3 numbers are multiplied as 2^-8 times their value, and the scale compensates."""
     keys = np.where(np.arange(16) % 2, 2.0**-9, 0)[:, None, None] * np.ones((1, 1, 64))
     cache, _ = jattn.init_kv_cache(1, 1, 16, 64, format=jattn.Fp8("e4m3"))
     slots = jnp.arange(16, dtype=jnp.int32)
@@ -343,7 +343,7 @@ def test_a_scale_that_codes_would_make_infinite(value_dim):
 
 @pytest.mark.extended
 def test_sums_over_many_keys_keep_their_digits():
-    """16 rows over 4,096 float32 keys in one split: a kv tile is summed before it is added."""
+    """16 rows over 4,096 float32 keys in one split: each kv tile is summed, then added."""
     w = workloads.workload("decode-block128", 128, 1, "float32")
     found = ours.Attention(w, 1, "native").result()
     assert oracle.check(w, oracle.answer(w), found, "native") <= 1

@@ -1,6 +1,6 @@
-"""How the native kernel splits typical batches over 64 threads, by its own plan: docs/cpu.md.
+"""How the native kernel's own plan splits typical batches over 64 threads: docs/cpu.md.
 
-Compiles src/schedule.cc with stand-ins for the kernels.
+The tests compile src/schedule.cc with stand-ins for the kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def program(tmp_path_factory) -> pathlib.Path:
 
 
 def plan(program: pathlib.Path, heads: int, kv_heads: int, sequences, threads: int = THREADS):
-    """Splits, bytes of partial results, and the last thread's work over the mean."""
+    """Return splits, bytes of partial results, and the last thread's work over the mean."""
     numbers = (ROWS, heads, kv_heads, 128, 256)
     command = [str(program), *map(str, numbers), *(f"{n}:{t}" for n, t in sequences)]
     floats, *splits = subprocess.run(
@@ -60,7 +60,7 @@ def plan(program: pathlib.Path, heads: int, kv_heads: int, sequences, threads: i
 
 
 def balance(items: list[collections.deque], threads: int) -> float:
-    """As `Queue` in problem.h: a thread takes one item's splits after another's, then others'."""
+    """Simulate `Queue` in problem.h: a thread takes all splits of an item, then helps others."""
     total = sum(map(sum, items))
     queues: list[collections.deque] = [collections.deque()] * threads
     fresh, others = collections.deque(items), collections.deque(items)
@@ -91,7 +91,7 @@ def test_the_page_says_how_batches_are_split(program):
 
 @pytest.mark.extended
 def test_splits_of_a_sequence_do_not_depend_on_the_batch(program):
-    """So its result has the same bits alone and with others."""
+    """So its result has the same bits alone and in a batch."""
     for heads, kv_heads, sequence in ((16, 1, (1024, 1)), (32, 8, (8192, 1)), (16, 1, (4096, 256))):
         splits, partial, _ = plan(program, heads, kv_heads, [sequence])
         assert splits > kv_heads
@@ -100,7 +100,7 @@ def test_splits_of_a_sequence_do_not_depend_on_the_batch(program):
 
 @pytest.mark.extended
 def test_decode_is_balanced(program):
-    """Within a twentieth, a third where there is one KV head; on 2 threads, a hundredth."""
+    """Within a twentieth, or a third with one KV head; on 2 threads, within a hundredth."""
     for name, (heads, kv_heads, sequences) in BATCHES.items():
         if "prompt" not in name:
             found = plan(program, heads, kv_heads, sequences)[2]

@@ -1,4 +1,4 @@
-"""What a compiler makes of the innermost loops of prefill, and of decode with large groups."""
+"""The assembly of the innermost loops of prefill, and of decode with large groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ void attend(const Problem& p, const Split& split, Queue& queue) {{
 }}
 """
 FLOATS = ["many_rows<float>"]
-# Instruction set, forms, functions of them whose names contain `multiply` or `add_all`.
+# By instruction set: forms, and how many of their functions are named `multiply` or `add_all`.
 CASES = {
-    # of keys and of values, for one to three vectors of rows in a panel
+    # for keys and values, for one to three vectors of rows in a panel
     "avx2": (FLOATS, 6),
-    # for two and three, of floats and of pairs; and for one vector by itself
+    # for two and three vectors, of floats and of pairs; and for a single vector
     "avx512bf16": (
         [*FLOATS, "many_rows<uint32_t>", "vector_rows<float>", "vector_rows<uint32_t>"],
         12,
@@ -36,11 +36,11 @@ CASES = {
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 assembly")
 @pytest.mark.parametrize("name", CASES)
 def test_sums_stay_in_registers(tmp_path, name):
-    """None of the sums and operands of a loop is on the stack, to be read in each step."""
+    """No sum or operand of a loop is on the stack, where each step would read it."""
     command = build.compiler()
     optimization = build.optimization(command)
     if optimization == ("-O3",):
-        pytest.skip("reads what GCC writes, and this compiler is Clang")
+        pytest.skip("reads GCC's assembly, but this compiler is Clang")
     forms, count = CASES[name]
     flags = build.instruction_sets("x86_64", command)[name]
     source, made = tmp_path / "source.cc", tmp_path / "source.s"

@@ -1,4 +1,4 @@
-"""The native calls by plain `jit`, over arrays that are split over devices."""
+"""Native calls under plain `jit`, over arrays that are split over devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def on_four_devices(code: str, **environment: str) -> None:
 
 
 def test_every_device_runs_its_own_heads():
-    """A donated cache is written and read: no byte moves, nothing as large as a pool is made."""
+    """A donated cache is written and read without communication or an array of a pool's size."""
     on_four_devices("check(Case(jattn.Nvfp4(), 'NHD'))\ncheck(Case(kv_heads=1, latent=12))")
 
 

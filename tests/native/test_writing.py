@@ -1,4 +1,4 @@
-"""`update_kv_cache` by the native kernel: XLA's bits, in place, whatever the threads."""
+"""`update_kv_cache` by the native kernel: XLA's bits, in place, with any number of threads."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_the_same_bits_as_xla(case):
 @pytest.mark.parametrize(
     "case", [*native_writing.cases()[1::2], *PLAIN[1:]], ids=lambda case: case[0][0].name
 )
-def test_the_same_bits_as_xla_of_all_formats(case):
+def test_all_formats_have_the_same_bits_as_xla(case):
     check(case)
 
 
 def big_call(format, dim=64, tokens=3000, blocks=40):
-    """Enough work for several threads; many tokens have one slot."""
+    """Return a call with enough work for several threads; many tokens share a slot."""
     rng = np.random.default_rng(5)
     caches = jattn.init_kv_cache(blocks, 2, 16, dim, format=format)
     new = jnp.asarray(rng.standard_normal((tokens, 2, dim)), jnp.float32)
@@ -62,8 +62,8 @@ def big_call(format, dim=64, tokens=3000, blocks=40):
 
 
 @pytest.mark.parametrize("format", [jattn.Int8(True), jattn.Nvfp4(), jattn.Fp8("e4m3", "block")])
-def test_of_two_tokens_with_one_slot_the_later_stays(format):
-    """Also on several threads: as if each token had been written after the one before."""
+def test_the_later_of_two_tokens_with_one_slot_stays(format):
+    """On several threads too, as if tokens had been written one after the other."""
     caches, new, where = big_call(format)
     write = native_writing.writer("native")
     have = write(*caches, new, new, jnp.asarray(where))
@@ -71,7 +71,7 @@ def test_of_two_tokens_with_one_slot_the_later_stays(format):
     keep = np.full(len(where), -1, np.int32)
     for slot, t in last.items():
         keep[t] = slot
-    if format.per == "block":  # its scale counts every token that the call brings
+    if format.per == "block":  # the scale depends on every token of the call
         for again in range(4):
             same = write(*caches, new, new, jnp.asarray(where))
             assert all(
@@ -92,18 +92,18 @@ def test_of_two_tokens_with_one_slot_the_later_stays(format):
     [
         (jattn.Int8(True), 200, 16),
         (jattn.Fp8("e4m3", "block"), 200, 16),
-        (jattn.Fp8("e4m3", "block"), 4, 1024),  # fewer blocks than threads take parts
+        (jattn.Fp8("e4m3", "block"), 4, 1024),  # fewer blocks than threads
     ],
     ids=["slots", "blocks", "heads"],
 )
 def test_however_tokens_are_divided(format, blocks, size):
-    """Among threads: by ranges, by blocks, by heads, or scattered where those do not do."""
+    """Among threads: by ranges, by blocks, by heads, or scattered if none of these works."""
     native_writing.check_divisions(format, blocks, size)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
 def test_every_bfloat16_is_rounded_as_xla_does(name):
-    """All 65,536 where the scale is 1; with groups, all up to 6, which stands in each group."""
+    """All 65,536 at a scale of 1; for formats with groups, all up to 6, with a 6 in each group."""
     every = np.arange(2**16, dtype=np.uint16)
     if name == "nvfp4":
         six = int(jnp.bfloat16(6).view(jnp.uint16))
@@ -120,8 +120,8 @@ def test_every_bfloat16_is_rounded_as_xla_does(name):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0])
-def test_scales_of_blocks_that_divide_nothing(scale):
-    """Of blocks whose first slot is never written: they stay, and count as 1."""
+def test_zero_scales_of_blocks_count_as_one(scale):
+    """In blocks whose first slot is never written they stay 0, and count as 1."""
     caches = jattn.init_kv_cache(3, 2, 4, 16, format=jattn.Fp8("e4m3", "block"))
     caches = tuple(x.replace(scale=jnp.full_like(x.scale, scale)) for x in caches)
     rows = jnp.asarray(np.linspace(-2, 2, 64, dtype=np.float32).reshape(2, 2, 16))
@@ -138,7 +138,7 @@ def test_scales_of_blocks_that_divide_nothing(scale):
 
 @pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])
 def test_plain_arrays_are_written_in_place(format):
-    """XLA copies them, and goes through other types: `update_kv_cache` says when."""
+    """XLA may copy them or convert their types: the docstring of `update_kv_cache` says when."""
     pool = jnp.zeros((2**12, 2, 16, 32), format)
     new, where = jnp.ones((8, 2, 32), jnp.bfloat16), jnp.arange(8, dtype=jnp.int32)
 
@@ -158,7 +158,7 @@ def test_plain_arrays_are_written_in_place(format):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
 def test_a_mapped_update_copies_no_pool(name):
-    """`vmap` over two pools, donated: XLA writes, in place."""
+    """Under `vmap` over two donated pools, XLA writes in place."""
     init = functools.partial(jattn.init_kv_cache, format=problems.FORMATS[name])
     pools = jax.eval_shape(lambda: jax.vmap(lambda _: init(2**14, 2, 16, 64))(jnp.arange(2)))
     new = jax.ShapeDtypeStruct((2, 3, 2, 64), jnp.bfloat16)
@@ -200,7 +200,7 @@ def test_what_it_cannot_write_is_refused_by_name():
     new, where = jnp.ones((1, 1, 8), jnp.float8_e4m3fn), jnp.zeros((1,), jnp.int32)
     with pytest.raises(jattn.UnsupportedError, match=r"native .* key is float8_e4m3fn; it takes"):
         jattn.update_kv_cache(pool, pool, new, new, where, implementation="native")
-    jattn.update_kv_cache(pool, pool, new, new, where)  # XLA takes it
+    jattn.update_kv_cache(pool, pool, new, new, where)  # XLA accepts it
     with pytest.raises(ValueError, match=r"implementation: 'triton', but must be None, 'native'"):
         jattn.update_kv_cache(pool, pool, new, new, where, implementation="triton")
 
@@ -210,7 +210,7 @@ def test_what_it_cannot_write_is_refused_by_name():
     "implementation", ["native", pytest.param("xla", marks=pytest.mark.extended)]
 )
 def test_a_nan_is_not_lost_when_compiled(name, implementation):
-    """XLA's maximum of floats leaves a NaN out once it is compiled."""
+    """XLA's maximum of floats ignores NaN when compiled."""
     caches = jattn.init_kv_cache(2, 1, 4, 32, format=problems.FORMATS[name])
     new = np.ones((2, 1, 32), np.float32)
     new[1, 0, 3] = np.nan
