@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernels without a GPU: interpreted against the oracle, and searched for races.
+"""The Mosaic GPU kernels without a GPU: interpreted, compared with the oracle, checked for races.
 
 Ids read like `mosaic_gpu-head512-block16-bf16-everything-hnd-group8`. A case has an empty sequence,
-sequences of one key, of a kernel block but one, of a tile and a bit, and one that is split between
-grid blocks; slots that no sequence owns hold NaN, tables end in garbage.
+sequences of one key, of a kernel block less one, and of just over a tile, and one that is split
+between grid blocks. Slots that no sequence owns hold NaN, and tables end in garbage.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_sequences_that_break_a_promise_are_nan():
 
 
 def test_a_large_batch_fits_the_grid():
-    """Its items are more than CUDA takes along any axis but x."""
+    """It has more work items than CUDA allows along any axis but x."""
     call, operands = SMALL.batch().call()
     many = machine.MOST_ROWS_OF_BLOCKS // call.num_kv_heads + 1
     call = dataclasses.replace(call, num_seqs=many, num_tokens=many, max_query_len=1)
@@ -104,14 +104,14 @@ def test_a_large_batch_fits_the_grid():
 
 
 @pytest.mark.parametrize("mistake", promises.MISTAKES)
-def test_decode_of_starts_that_say_nothing_is_nan_everywhere(mistake):
+def test_decode_with_invalid_starts_is_nan_everywhere(mistake):
     for found in mosaic_cases.interpret(promises.with_starts(SMALL.batch(), mistake)):
         assert np.isnan(found).all()
 
 
 @pytest.mark.parametrize(("role", "forgotten"), [("_consume", "full"), ("_produce", "empty")])
 def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
-    """A consumer that does not wait for a copy, a producer that does not wait for the consumer."""
+    """If a consumer does not wait for a copy, or a producer does not wait for the consumer."""
     case = mosaic_cases.Case(64, 64, 64, "bfloat16", set(), "HND", 8)
     problem = case.problem().replace(query_lens=(1,), seq_lens=(200,), ragged=False)
     batch = problems.build(problem)
@@ -134,13 +134,13 @@ def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
             right(*given)
 
     monkeypatch.setattr(mosaic_decode, role, wrong_role)
-    # Whichever shows first: the race, or a barrier without a wait.
+    # Either the race shows first, or a barrier that nobody waits for.
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
 
 
-def test_fragments_say_what_spec_says():
-    """Point by point, with the causal flag as a number as the kernels have it."""
+def test_fragments_agree_with_spec():
+    """Point by point, with the causal flag as a number, as in the kernels."""
     q_pos = np.arange(-3, 14, dtype=np.int32)[:, None]
     k_pos = np.arange(-2, 15, dtype=np.int32)[None]
     for seq_len in (0, 1, 9):
@@ -158,7 +158,7 @@ def test_fragments_say_what_spec_says():
                     np.testing.assert_array_equal(np.broadcast_to(found, (17, 17)), wanted)
 
 
-def test_tanh_is_as_accurate_as_spec_asks():
+def test_tanh_is_as_accurate_as_spec_requires():
     x = np.concatenate([np.geomspace(1e-30, 1e30, 20001), np.linspace(0, 12, 20001)])
     x = np.concatenate([x, -x]).astype(np.float32)
     found = np.asarray(mosaic_fragments.tanh(jnp.asarray(x)), np.float64)
@@ -166,7 +166,7 @@ def test_tanh_is_as_accurate_as_spec_asks():
 
 
 def test_the_plan_deals_out_every_tile_once():
-    """Each tile of each item to one grid block, none to padding, in runs that differ by a share."""
+    """Each tile of each work item goes to one grid block, none to padding, in runs of one share."""
     rng = np.random.default_rng(5)
     case = mosaic_cases.Case(64, 64, 16, "bfloat16", {"sliding_window"}, "HND", 3)
     for lens in (rng.integers(0, 400, 9), np.zeros(4, int), np.array([5000, 0, 1, 64])):

@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernels compiled for an H200 that this machine does not have.
+"""The Mosaic GPU kernels compiled for an H200, without a GPU.
 
-Through the public function, so what is compiled is what dispatch picks there: no spilled register,
-shared memory within 227 KiB, `wgmma` and TMA in the code, nothing that grows with the pool. The
-default run has the configurations nearest to the limits; `-m slow` has all of them.
+Tests go through the public function, so they compile what dispatch picks there. No register may
+spill, shared memory must fit 227 KiB, the code must have `wgmma` and TMA, and nothing may grow with
+the pool. The default run has the configurations nearest to the limits; `-m slow` has all of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check(configuration: Case) -> None:
         assert kernel.shared <= MAX_SHARED, kernel
     main = max(kernels, key=lambda kernel: kernel.shared)
     assert main.blocks_per_core == tile.blocks_per_core, main
-    # To the byte what the list of buffers says.
+    # Exactly the sum of the list of buffers.
     assert main.shared == tile.shared_bytes, (tile.shared_bytes, main)
     assert main.grid[0] == gpu_targets.GPUS[90].cores * tile.blocks_per_core
     assert main.instructions["wgmma"] > 0
@@ -106,17 +106,17 @@ def test_nothing_spills_or_is_copied_where_one_array_holds_keys_and_values(case)
 
 @pytest.mark.extended
 def test_a_logit_is_scaled_where_the_maximum_is_subtracted():
-    """In one instruction: the softmax of prefill has an FFMA a logit, and of FADD only its sum."""
+    """In one instruction: prefill's softmax has one FFMA per logit, and FADD only for its sum."""
     fn, arguments = Case((64, 64), "mixed", implementation="mosaic_gpu", num_blocks=64).function()
     found = [k for k in gpu_report.report(fn, *arguments, sm=90) if k.name == "jattn_prefill"]
     (loop,) = gpu_loops.loops_of(*found)
-    logits = 128 * 128 // 256  # of a thread, in tiles of 128 rows and 128 keys
+    logits = 128 * 128 // 256  # per thread, in tiles of 128 rows and 128 keys
     for name in ("MUFU.EX2", "FFMA", "FADD"):
         assert logits <= loop.opcodes[name] < 1.2 * logits
 
 
 def test_the_merge_reads_several_splits_at_once():
-    """Eight of eight rows: all their loads come before the first exponential of any."""
+    """Eight splits of eight rows: all loads come before the first exponential."""
     fn, arguments = decode.configuration((64, 64), "bfloat16", 8, 16, "HND", False).function()
     kernels = gpu_report.report(fn, *arguments, sm=90)
     merge = min((k for k in kernels if k.kind == "mosaic"), key=lambda kernel: kernel.shared)
@@ -127,7 +127,7 @@ def test_the_merge_reads_several_splits_at_once():
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [272, 304, 368])
 def test_nothing_spills_in_wide_chunks(size):
-    """Head sizes with a prime factor above 16, whose columns are read all at once."""
+    """For head sizes with a prime factor above 16, whose columns are all read at once."""
     check(decode.configuration((size, size), "bfloat16", 8, 16, "HND", everything=True))
 
 
@@ -140,7 +140,7 @@ def test_nothing_spills_anywhere(configuration):
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_sequences_over_devices_with_the_checks_of_shard_map(kind, implementation):
-    """Each device attends for its own sequences: their results vary as they do."""
+    """Each device attends for its own sequences, so results vary over the same axis."""
     mesh = jax.sharding.Mesh(np.array(gpu_targets.devices_for(90, 2)), ("data",))
     _, (given,) = Case((128, 128), kind, implementation=implementation, num_blocks=64).function()
     split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
@@ -148,7 +148,7 @@ def test_sequences_over_devices_with_the_checks_of_shard_map(kind, implementatio
     specs = {name: whole if name in one_device else split for name in given}
 
     def attend(given):
-        # Of one device; every array that is split has a leading axis for devices.
+        # The arrays of one device: every array that is split has a leading axis for devices.
         mine = {k: v if k in one_device else v[0] for k, v in given.items()}
         out = jattn.paged_attention(**mine, implementation=implementation, **static)
         assert varying.as_varying(out, given) is out
@@ -181,7 +181,7 @@ def test_heads_over_devices_with_the_checks_of_shard_map(kind):
         assert jax.eval_shape(run, given).shape == given["query"].shape
 
 
-def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):
+def test_hopper_takes_it_and_untested_features_only_by_name(monkeypatch):
     _, (given,) = NEAREST[0].function()
     query, keys, values = (given.pop(name) for name in ("query", "key_cache", "value_cache"))
     with jax.default_device(gpu_targets.device_for(90)):
@@ -211,7 +211,7 @@ def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):
 
 
 def test_few_tokens_behind_many_keys_are_left_to_triton():
-    """Where it can take them; by name they are taken all the same."""
+    """If Triton can take them; asked for by name, Mosaic still takes them."""
     w = gpu_workloads.workload("gemma4-31b-tp4", "q128s64k")
     data = gpu_data.described(w)
     given = {k: x for k, x in gpu_data.arguments(w, data, data.tables).items() if x is not None}
@@ -246,7 +246,7 @@ def test_vmap_takes_the_batch_one_by_one_and_gradients_are_refused():
 
 
 def test_nothing_grows_with_the_pool():
-    """A pool of 8 GiB of words: neither converted nor copied."""
+    """A pool of 8 GiB is neither converted nor copied."""
     case = decode.configuration(
         (64, 64), "fp8_e4m3", 8, 64, "HND", everything=False, num_blocks=2**20
     )
@@ -254,7 +254,7 @@ def test_nothing_grows_with_the_pool():
 
 
 def assert_small(fn, given, most=2**23):
-    """Next to pools of at least 8 GiB a compiled call's own memory is small."""
+    """Check that a compiled call with pools of at least 8 GiB needs little memory of its own."""
     device = gpu_targets.device_for(90)
     sharding = jax.sharding.SingleDeviceSharding(device)
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
@@ -268,8 +268,10 @@ def assert_small(fn, given, most=2**23):
     ("layer", "starts", "count"), [("gemma4-31b", False, 4), ("llama-8b", True, 7)]
 )
 def test_decode_is_few_launches(tmp_path, layer, starts, count):
-    """One graph: the plan in two, kernel, merge; then what checks starts, and where a group is no
-    multiple of 8, the rows of queries and of the result."""
+    """They are one graph: two for the plan, the kernel, the merge, and the check of starts.
+
+    If a group is not a multiple of 8, rows of queries and of the result need launches too.
+    """
     w = gpu_workloads.workload(layer, "4q1s8k")
     data = gpu_data.described(w)
     given = gpu_data.arguments(w, data, data.tables)
@@ -284,7 +286,7 @@ def test_decode_is_few_launches(tmp_path, layer, starts, count):
     with gpu_report.lowering(fn, given, sm=90) as lowered:
         thunks = gpu_report.thunks_of(lowered, tmp_path)
     launches = [line for line in thunks.strip().split("\n") if "kCommandBuffer" not in line]
-    # XLA makes a graph of five and more.
+    # XLA makes a graph of five or more launches.
     assert ("kCommandBuffer" in thunks) == (count >= 5), thunks
     assert len(launches) == count, thunks
     assert str(launches).count("kCustomCall ") == 2
@@ -292,7 +294,7 @@ def test_decode_is_few_launches(tmp_path, layer, starts, count):
 
 @pytest.mark.extended
 def test_a_mixture_is_launches_without_loops(tmp_path):
-    """One graph; no search is a loop; decode's state is gathered for its own rows alone."""
+    """It is one graph without search loops, and decode's state is gathered only for its rows."""
     fn, (given,) = Case((128, 128), "mixed", implementation="mosaic_gpu").function()
     with gpu_report.lowering(fn, given, sm=90) as lowered:
         thunks = gpu_report.thunks_of(lowered, tmp_path)

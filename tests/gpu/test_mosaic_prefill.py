@@ -1,8 +1,8 @@
 """The Mosaic GPU prefill kernels without a GPU: interpreted, race-detected, compiled.
 
-Interpreted runs take one detour (`accumulate` and `_weigh` in the kernels): the interpreter has
+The kernels have special branches for the interpreter (`accumulate` and `_weigh`): it supports
 neither accumulators with initial values nor a left operand of wgmma in registers. The compile tests
-see the other branch.
+cover the other branches.
 """
 
 import dataclasses
@@ -29,13 +29,16 @@ pytestmark = [mosaic_cases.needs_mosaic, pytest.mark.newer]
 
 
 def problem(**changes):
-    """Empty, one token, more keys than queries, keys = queries; a tile's tail inside a block."""
+    """Make a problem: an empty sequence, one token, more keys than queries, as many, others.
+
+    A tile ends inside a block.
+    """
     lens = {"query_lens": (0, 1, 9, 21, 12), "seq_lens": (0, 1, 40, 21, 75)}
     return problems.Problem(**(mosaic_cases.SMALL | lens | changes))
 
 
 def prefill(batch, *, detect_races=False, counts=None, cluster=None):
-    """`(out, lse)` of the prefill kernels, by default for every sequence, interpreted."""
+    """Interpret the prefill kernels, by default for every sequence, and return `(out, lse)`."""
 
     def kernel(call, operands):
         lens = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
@@ -120,8 +123,10 @@ def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["tokens-apart", "heads-apart"])
 def test_a_cluster_of_two_blocks(num_heads):
-    """Who has which rows, and barriers of both blocks. The interpreter has no shared copies: each
-    block brings what the other would send it."""
+    """Rows are divided over both blocks, and barriers span them.
+
+    The interpreter has no multicast copies: each block copies what the other would send it.
+    """
     case = problem(
         head_dim=512, value_dim=512, num_heads=num_heads, num_kv_heads=1,
         options=LSE | {"sinks", "sliding_window"},
@@ -134,7 +139,7 @@ def test_a_cluster_of_two_blocks(num_heads):
 
 
 def test_a_mixture_is_shared_with_the_decode_kernel():
-    """Through `mosaic_launch`: up to 8 query tokens there, the others here, padding zeros."""
+    """`mosaic_launch` gives it sequences of up to 8 query tokens; padding must be zeros."""
     case = problem(query_lens=(1, 9, 0, 2), seq_lens=(40, 21, 5, 70), num_heads=2, num_kv_heads=1)
     batch = problems.build(case)
     budget.of(batch).check(*mosaic_cases.interpret(batch))
@@ -167,7 +172,7 @@ def test_no_races(case):
 
 
 def test_a_missing_barrier_is_found(monkeypatch):
-    """The race detector would notice if the kernel read keys that have not arrived."""
+    """The race detector notices if the kernel reads keys that have not arrived."""
     monkeypatch.setattr(mosaic_prefill, "_wait_for_keys", lambda barrier: None)
     batch = problems.build(problem(query_lens=(9,), seq_lens=(300,), num_heads=1, num_kv_heads=1))
     with pytest.raises(Exception, match="RACE DETECTED"):
@@ -181,14 +186,14 @@ def test_a_missing_barrier_is_found(monkeypatch):
         *((name, 50, "RACE DETECTED") for name in (
             "q_ready", "k_ready", "v_ready", "top_ready", "p_ready", "totals_ready"
         )),
-        # With more keys, and so more phases, it may be noticed first that one was not awaited.
+        # With more keys there are more phases: an unawaited phase may be noticed first.
         *((name, 100, "RACE DETECTED|no threads observed") for name in (
             "k_free", "v_free", "p_free"
         )),
     ],
 )  # fmt: skip
 def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
-    """Without waits for it the interpreter complains, here of a cluster of two blocks."""
+    """Without its waits the interpreter raises, here in a cluster of two blocks."""
     barriers = []
 
     def seen(role):
@@ -223,7 +228,7 @@ def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
     ids=["copies", "hand-over"],
 )
 def test_a_missing_barrier_is_found_where_tiles_are_widened(monkeypatch, owner, name, keys):
-    """As above: fp8 read before it has arrived, a tile before the other warpgroup widened it."""
+    """If fp8 is read before it has arrived, or a tile before the other warpgroup widened it."""
     monkeypatch.setattr(f"jattn.pallas.mosaic_gpu.prefill.{owner}.{name}", lambda *arguments: None)
     case = problem(
         query_lens=(9,), seq_lens=(keys,), num_heads=2, num_kv_heads=1, format="fp8_e4m3"
@@ -240,7 +245,7 @@ BEYOND = "logits beyond 2^31: a product and a difference in one instruction exce
     "most", [36, pytest.param(40, marks=pytest.mark.xfail(strict=True, reason=BEYOND))]
 )
 def test_queries_beyond_float16(most):
-    """bfloat16 rows of a size that float16 has no numbers for, each of its own."""
+    """bfloat16 query rows of different sizes, far outside the range of float16."""
     case = problem(query_lens=(9, 12), seq_lens=(40, 75), format="fp8_e4m3", num_heads=2)
     batch = problems.build(case)
     size = np.exp2(np.linspace(-40, most, len(batch.query))).astype(np.float32)
@@ -252,12 +257,12 @@ def test_queries_beyond_float16(most):
     assert np.isfinite(out).all()
     largest = np.abs(want_lse).max(axis=1, keepdims=True)
     np.testing.assert_allclose(lse / largest, want_lse / largest, atol=2**-10)
-    small = size[:real] < 2**-8  # logits are nearly flat there: sums of values and nothing else
+    small = size[:real] < 2**-8  # where logits are nearly flat, so outputs are means of values
     np.testing.assert_allclose(out[small], want_out[small], atol=2**-7 * np.abs(want_out).max())
 
 
-def test_sequences_that_another_kernel_answers_are_left_alone():
-    """Their rows are not written, and everybody else's are."""
+def test_sequences_of_another_kernel_are_left_alone():
+    """Their rows are not written, and all others are."""
     batch = problems.build(problem(num_heads=2, num_kv_heads=1))
     allowed = budget.of(batch)
     starts = np.asarray(batch.kwargs["query_start_loc"])
@@ -265,7 +270,7 @@ def test_sequences_that_another_kernel_answers_are_left_alone():
     counts[3] = 0
     out, _ = prefill(batch, counts=jnp.asarray(counts, jnp.int32))
     skipped = slice(starts[3], starts[4])
-    # The interpreter hands out NaN: whatever is not written stays.
+    # The interpreter fills outputs with NaN, which unwritten rows keep.
     assert np.isnan(out[skipped].astype(np.float32)).all()
     found = allowed.violations(out)
     assert len(found) == 1
@@ -273,7 +278,7 @@ def test_sequences_that_another_kernel_answers_are_left_alone():
 
 
 def mixture():
-    """Two sequences for decode and two for prefill."""
+    """Make a batch with two sequences for decode and two for prefill."""
     lens = {"query_lens": (1, 2, 12, 9), "seq_lens": (40, 50, 21, 45)}
     return problems.build(problem(**lens, num_heads=1, num_kv_heads=1, options=LSE | {"sinks"}))
 
@@ -292,7 +297,7 @@ def test_a_mixture_that_breaks_promises_is_nan():
     np.testing.assert_array_equal(out[real:], 0)
 
 
-def test_prefill_of_starts_that_say_nothing_is_nan_everywhere():
+def test_prefill_with_invalid_starts_is_nan_everywhere():
     for found in mosaic_cases.interpret(promises.with_starts(mixture(), "decreases")):
         assert np.isnan(found.astype(np.float32)).all()
 
@@ -310,10 +315,10 @@ def test_rows_of_nan_show_in_their_lse():
 @pytest.mark.parametrize(
     ("num_heads", "longest", "block_size", "head_dim", "units"),
     [
-        (16, 9, 16, 512, 2),  # per KV head two units of 4 heads
-        (4, 32, 16, 512, 1),  # 2 heads and 32 tokens fill one
+        (16, 9, 16, 512, 2),  # two units of 4 heads per KV head
+        (4, 32, 16, 512, 1),  # 2 heads and 32 tokens fill one unit
         (4, 33, 16, 512, 2),
-        (10, 64, 16, 512, 1),  # 5 heads do not pair; tokens do
+        (10, 64, 16, 512, 1),  # 5 heads cannot be halved; tokens can
         (10, 65, 16, 512, 2),
         (16, 9, 8, 512, 2),
         (16, 9, 8, 576, 1),  # 9 times 64 columns in a copy of 8 rows
@@ -321,7 +326,7 @@ def test_rows_of_nan_show_in_their_lse():
         (16, 9, 48, 576, 2),
     ],
 )
-def test_who_shares_copies(num_heads, longest, block_size, head_dim, units):
+def test_which_blocks_share_copies(num_heads, longest, block_size, head_dim, units):
     case = problem(
         num_heads=num_heads, head_dim=head_dim, value_dim=512, block_size=block_size,
         query_lens=(1, longest), seq_lens=(1, longest),
@@ -329,14 +334,14 @@ def test_who_shares_copies(num_heads, longest, block_size, head_dim, units):
     call = dataclasses.replace(problems.build(case).call()[0], max_query_len=longest)
     tiles = mosaic_prefill_tiles.choose(call)
     assert tiles.units == units
-    # A block's half is whole rows of 8, or 64 columns a whole number of times.
+    # Half of a block's copy is a whole number of tiles of 8 rows by 64 columns.
     assert tiles.copy_tokens // 8 * (head_dim // 64) % units == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("tile_tokens", [8, 16, 64])
 def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
-    """Against `spec.visible` on every pair; the plan is plain JAX."""
+    """Checked against `spec.visible` for every pair; the plan is plain JAX."""
     rng = np.random.default_rng(seed)
     seq_lens = tuple(int(n) for n in rng.integers(0, 90, 6))
     query_lens = tuple(int(rng.integers(0, n + 1)) for n in seq_lens)
@@ -380,7 +385,7 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
 
 SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512),
          (576, 512))  # fmt: skip
-EVERYTHING = ALL - {"alibi_slopes"}  # what every head size takes
+EVERYTHING = ALL - {"alibi_slopes"}  # options that every head size takes
 
 
 def compiled(
@@ -394,7 +399,7 @@ def compiled(
     *,
     cluster=None,
 ):
-    """ptxas' report of the prefill kernel that dispatch would run."""
+    """Return ptxas' report of the prefill kernel that dispatch would run."""
     from benchmarks.gpu import report as gpu_report
     from benchmarks.gpu import targets as gpu_targets
 
@@ -459,7 +464,7 @@ def test_nothing_else_spills(head, block_size, options, group, kv_layout, dtype)
 
 
 def constant(ptx, register):
-    """The number a register of a kernel's text is set to, the only time it is."""
+    """Return the only number that a register is set to in a kernel's text."""
     (number,) = re.findall(rf"mov\.\w+\s+{register}, (\d+);", ptx)
     return int(number)
 
@@ -481,7 +486,7 @@ def constant(ptx, register):
     ],
 )
 def test_nothing_else_spills_up_to_256(head, block_size, options, group, kv_layout, dtype, format):
-    """The kernels nearest to the limits, and fp8 caches, whose tiles are widened too."""
+    """The kernels nearest to the limits, and fp8 caches, whose tiles are also widened."""
     check_compiled(head, block_size, options, group, kv_layout, dtype, format)
 
 
@@ -498,14 +503,14 @@ def test_nothing_else_spills_up_to_256(head, block_size, options, group, kv_layo
     ids=["lse", "nhd", "everything", "block64-group1", "head576"],
 )
 def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
-    """Every copy of keys and values is sent to both blocks, half of it by each."""
+    """Every copy of keys and values goes to both blocks, and each block sends half of it."""
     kernel, tiles = compiled(head, block_size, options, group, kv_layout, cluster=True)
     assert tiles.units == 2
     assert kernel.shared <= machine.block_shared(90), kernel
     assert re.search(r"\.(reqnctapercluster|explicitcluster)", kernel.ptx)
     sent = re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", kernel.ptx)
     assert len(sent) >= 3, "keys, and both parts of the values"
-    # To both blocks; and each of 128 threads expects its share of a whole copy, not of half.
+    # Copies go to both blocks, and each of 128 threads expects its share of a whole copy.
     masks = re.findall(r"multicast::cluster\s.*, (%rs\d+);", kernel.ptx)
     assert len(masks) == len(sent)
     assert {constant(kernel.ptx, mask) for mask in masks} == {3}
@@ -528,7 +533,7 @@ def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
     ],
     ids=["fp8", "value320"],
 )
-def test_what_prefill_does_not_take_is_refused_in_words(changes, reason):
+def test_what_prefill_does_not_take_is_refused_with_a_reason(changes, reason):
     call, _ = problems.build(problem(**changes)).call()
     row = implementations.BY_NAME["mosaic_gpu"].row
     assert any(reason in found for found in row.refuses(call))

@@ -1,4 +1,4 @@
-"""The tables of Mosaic's tiles in docs/gpu-kernels.md against rule and model; none compiles."""
+"""The tables of Mosaic's tiles in docs/gpu-kernels.md against rule and model; nothing compiles."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs" / "gpu-kernels.md"
 
 
 def table(title: str) -> list[list[str]]:
-    """The cells of the table whose head begins with a title."""
+    """Return the cells of the table whose header begins with a title."""
     text = DOCS.read_text().split(f"\n| {title}", 1)[1].split("\n\n")[0]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
 
 
-def test_the_decode_table_is_the_rule_s():
-    """Registers are the compiler's."""
+def test_the_decode_table_follows_the_rule():
+    """Except for registers, which the compiler chooses."""
     cases = mosaic_decode.configurations()
     found = {tuple(mosaic_decode.said(mosaic_decode.tiles_of(case))) for case in cases}
     rows = table("D | V | bytes")
     listed = [(*row[:7], *row[9:]) for row in rows]
-    # By head, bytes, R, and blocks of a multiprocessor.
+    # Sorted by head size, bytes, R, and blocks per multiprocessor.
     assert listed == sorted(found, key=lambda cells: tuple(map(int, (*cells[:4], cells[6]))))
     assert {row[8] for row in rows} == {"0"}
 
 
 def test_tiles_of_decode_fit_every_size_that_the_row_takes():
-    """With any number of rows, which group and tokens make."""
+    """With any number of rows that a group and query tokens give."""
     for head_dim, value_dim, stored in itertools.product(
         range(64, 577, 16), range(64, 513, 16), ("bfloat16", "fp8_e4m3")
     ):
         format = jattn.Dense(stored) if stored == "bfloat16" else jattn.Fp8("e4m3")
         size = format.word_dtype.itemsize
         if decode_tiles.chunk_of(head_dim, value_dim, size) is None:
-            continue  # which the row refuses
+            continue  # the row refuses it
         for group, span in ((1, 1), (16, 1), (4, 4), (8, 8)):
             call = types.SimpleNamespace(
                 group=group,
@@ -83,11 +83,11 @@ def test_heads_of_a_block_that_begin_past_int32(layout, size, taken):
 
 
 def test_an_empty_row_with_a_sink_of_minus_infinity_is_empty():
-    """As devices have it that own no keys of a sequence, and not its sink."""
+    """As on devices that hold no keys of a sequence and not its sink."""
     m, l = jnp.asarray([-np.inf, 2.0, -np.inf]), jnp.asarray([0.0, 4.0, 0.0])
     sink = jnp.asarray([-np.inf, -np.inf, 1.5])
     factor, lse = fragments.finish(m, l, sink)
-    np.testing.assert_allclose(factor, [0.0, 0.25, 0.0], rtol=2.0**-21)  # as `reciprocal` says
+    np.testing.assert_allclose(factor, [0.0, 0.25, 0.0], rtol=2.0**-21)  # that of `reciprocal`
     rounded = 4 * np.finfo(np.float32).eps
     np.testing.assert_allclose(lse, [-np.inf, np.log(16.0), 1.5 * np.log(2.0)], rtol=rounded)
 
@@ -102,14 +102,14 @@ def tiles(head: tuple[int, int], format: str = "bfloat16", **changes) -> prefill
 
 
 def test_the_model_of_prefill_by_hand():
-    """The cycles of shared memory, in bytes, and of products."""
-    # 128 rows, 64 keys: keys and values in, for each warpgroup out again, and its queries.
+    """Cycles of shared memory, from bytes, and of products."""
+    # 128 rows, 64 keys: keys and values in, out again for each warpgroup, and queries out.
     shared = (64 * 320 * 2 + 2 * 64 * 320 * 2 + 128 * 192 * 2) / 128
     assert mosaic_prefill.predict(tiles((192, 128))) == 128 * 64 * 320 * 2 / 4096 / shared
-    # fp8: one byte in and out and two in again, for each number.
+    # fp8: for each number, one byte in and out, and two in again.
     shared = (64 * 320 * 4 + 2 * 64 * 320 * 2 + 128 * 192 * 2) / 128
     assert mosaic_prefill.predict(tiles((192, 128), "fp8_e4m3")) == 1280 / shared
-    # 64 rows, 32 keys: keys and values in and out once, queries, and weights in and twice out.
+    # 64 rows, 32 keys: keys and values in and out once, queries out, weights in and twice out.
     shared = (2 * 32 * 1024 * 2 + 64 * 512 * 2 + 3 * 64 * 32 * 2) / 128
     assert mosaic_prefill.predict(tiles((512, 512))) == 1024 / shared
 

@@ -1,8 +1,8 @@
-"""jattn's GPU kernels as compiled, executed instruction by instruction, against the oracle.
+"""jattn's compiled GPU kernels, executed instruction by instruction, against the oracle.
 
-What a GPU would execute, seen with a GPU's eyes: alignment, swizzles, descriptors, phases, fences.
-Every case is a small ragged batch; `-m extended` has every head size, block size, format and
-option. Mistakes planted in the kernels must be found.
+This checks what only a GPU would notice: alignment, swizzles, descriptors, phases, fences. Every
+case is a small ragged batch; `-m extended` has every head size, block size, format and option.
+Mistakes planted in the kernels must be found.
 """
 
 import dataclasses
@@ -25,24 +25,24 @@ pytestmark = needs_compiler
 
 
 def problem(**changes):
-    """Empty, one token, a few, a prefill that ends within a block."""
+    """Make a problem: an empty sequence, one token, a few, a prefill that ends within a block."""
     lens = {"query_lens": (0, 1, 3, 33), "seq_lens": (0, 1, 37, 45)}
     return problems.Problem(**(mosaic_cases.SMALL | lens | changes))
 
 
 def decode(**changes):
-    """Sequences of up to three query tokens, one of them split between blocks of the grid."""
+    """Make a problem of up to three query tokens each; grid blocks share one sequence."""
     first = {"query_lens": (0, 1, 3), "seq_lens": (0, 1, 140), "num_heads": 8, "num_kv_heads": 1}
     return problem(**(first | changes))
 
 
 def head(d, v=None):
-    """Both head sizes."""
+    """Return both head sizes as fields of a problem."""
     return {"head_dim": d, "value_dim": v or d}
 
 
 def stored(name, query="bfloat16"):
-    """A format of the cache, and a query dtype that goes with it."""
+    """Return a cache format and a query dtype that fits it, as fields of a problem."""
     return {"format": name, "query_dtype": name if name in calls.QUERY_DTYPES else query}
 
 
@@ -82,7 +82,7 @@ TRITON_MORE |= {  # codes of 8 and 4 bits, unpacked by integers, and their scale
         (90, 576, 512, 16, "fp8_e5m2_block", "HND"), (80, 128, 128, 16, "fp8_e4m3_block", "NHD"),
     )
 }  # fmt: skip
-TRITON_MORE |= {  # keys and values in formats that meet in no other case
+TRITON_MORE |= {  # pairs of formats that occur in no other case
     f"sm{sm}-head{d}v{d}-{query}-{key}-{value}": (
         sm,
         problem(**head(d), query_dtype=query, format=key, value_format=value, options=LSE),
@@ -154,7 +154,7 @@ TRITON_MORE |= {  # masks together, trees of two words, blocks smaller and large
 
 
 def _marks(name):
-    """Large heads of float32 or of large blocks take half a minute: CI runs one target of each."""
+    """Large heads in float32 or large blocks take half a minute: CI runs them for one target."""
     large = any(f"head{d}v" in name for d in (192, 256, 512, 576))
     long = large and ("float32" in name or "block528" in name)
     case = name.split("-", 1)[1]
@@ -182,8 +182,8 @@ def test_triton(sm, case):
 @needs_triton
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_triton_judges_ids(kind):
-    """NaN in the rows of the sequences that name no block, and only there."""
+def test_triton_gives_nan_for_ids_out_of_range(kind):
+    """Only the rows of sequences that use invalid ids are NaN."""
     case = decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20))
     if kind == "mixed":
         case = problem(query_lens=(2, 21, 33, 1), seq_lens=(60, 140, 90, 20))
@@ -201,8 +201,8 @@ class Mosaic:
 
     Attributes:
       case: the problem.
-      span: `max_query_len`; None for as many as there are, which prefill answers.
-      cluster: whether two blocks share their copies, for prefill alone.
+      span: `max_query_len`; None for no bound, so that prefill runs.
+      cluster: whether two blocks share their copies; only for prefill.
     """
 
     case: problems.Problem
@@ -210,7 +210,7 @@ class Mosaic:
     cluster: bool | None = None
 
     def run(self, seed=0):
-        """The batch, and `(out, lse, kernels)`."""
+        """Run it, and return the batch and `(out, lse, kernels)`."""
         batch = problems.build(self.case)
         kernel = None
         if self.span is not None:
@@ -244,7 +244,7 @@ MOSAIC_MORE = {
     )
     for i, (d, v) in enumerate(HEADS)
     for j, name in enumerate(("bfloat16", "float16", "fp8_e4m3"))
-    if name != "fp8_e4m3" or (d, v) != (80, 80)  # whose parts are no multiples of 32
+    if name != "fp8_e4m3" or (d, v) != (80, 80)  # whose parts are not multiples of 32
     for size, every in (((8, 16, 528)[(i + j) % 3], (i + j) % 2),)
 }
 MOSAIC_MORE |= {
@@ -256,7 +256,7 @@ MOSAIC_MORE |= {
     if name != "fp8_e4m3" or (d <= 256 and (d, v) != (80, 80))
     for size, every in (((8, 16, 528)[(i + j + 1) % 3], (i + j + 1) % 2),)
 }
-MOSAIC_MORE |= {  # groups whose rows are copied from where they lie, and two consumers of keys
+MOSAIC_MORE |= {  # groups whose rows are copied without padding, and two consumers of keys
     f"decode-group{group}-head{d}-{'all' if every else 'plain'}": Mosaic(
         decode(num_heads=group, **head(d), options=ALL if every else LSE), 4
     )
@@ -292,10 +292,10 @@ MOSAIC_MORE |= {
 
 
 def _mosaic_marks(name):
-    """What takes long and others stand for is left out of CI.
+    """Leave slow cases to `-m slow` if others in CI cover nearly the same.
 
-    That is float16, where bfloat16 stands for it, large blocks of large heads, and options of
-    prefill one at a time, which the cases of `all` have together.
+    These are float16, which is like bfloat16, large blocks with large heads, and single options of
+    prefill, which the cases of `all` have together.
     """
     if name in ("rows-mixed-head80-block8", "rows-decode-head192-values128", "latent-mixed"):
         return pytest.mark.slow
@@ -331,7 +331,7 @@ def test_mosaic(given):
 @pytest.mark.newer
 @pytest.mark.extended
 def test_two_consumers_reduce_one_after_the_other(monkeypatch):
-    """Mosaic gives a block memory for one reduction over its warps at a time."""
+    """Mosaic gives a block memory for only one reduction over its warps at a time."""
     from jattn.pallas.mosaic_gpu import compat
     from jattn.pallas.mosaic_gpu.decode import kernel
 
@@ -356,7 +356,7 @@ def test_two_consumers_reduce_one_after_the_other(monkeypatch):
 @pytest.mark.extended
 @pytest.mark.parametrize(("times", "format"), [(-0.7, "bfloat16"), (0.0, "fp8_e4m3")])
 def test_scales_that_are_not_positive(times, format):
-    """Prefill takes the scale for positive where no key is hidden; here no tile may be one."""
+    """Tiles without hidden keys assume a positive scale in prefill: here none may be treated so."""
     case = problem(query_lens=(9,), seq_lens=(270,), num_heads=2, num_kv_heads=2, **stored(format))
     batch = problems.build(case.replace(explicit_scale=True, scale_times=times))
     budget.of(batch).check(*ptx_kernels.mosaic(batch)[:2])
@@ -366,8 +366,8 @@ def test_scales_that_are_not_positive(times, format):
 @pytest.mark.newer
 @pytest.mark.extended
 @pytest.mark.parametrize("group", [8, 64])
-def test_mosaic_judges_ids(group):
-    """The same of decode, which meets every id of a sequence; of 64 heads with two consumers."""
+def test_mosaic_gives_nan_for_ids_out_of_range(group):
+    """In decode, which reads every id of a sequence; with 64 heads there are two consumers."""
     lens = {"query_lens": (1, 3, 2, 1), "seq_lens": (60, 140, 90, 20)}
     batch = problems.build(decode(num_heads=group, **lens))
     batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 4})
@@ -390,10 +390,10 @@ def test_mosaic_judges_ids(group):
         ),
     ],
 )
-def test_boxes_lie_where_copies_may_begin(size):
-    """A tensor copy begins at a multiple of 128 bytes, and the boxes of a buffer follow each other.
+def test_boxes_lie_at_addresses_that_copies_support(size):
+    """A tensor copy must start at a multiple of 128 bytes, and boxes follow each other in a buffer.
 
-    A box of fewer bytes than that, or of another number of them, would put the next one elsewhere.
+    A box whose bytes are no multiple of 128 would misalign the next one.
     """
     batch = problems.build(problem(**head(size), num_kv_heads=1))
     hosts = ptx_kernels.mosaic_hosts(batch)
@@ -413,17 +413,17 @@ def test_mosaic_in_other_orders(name, seed):
 
 
 def dropped(found):
-    """Nothing instead of an instruction."""
+    """Delete an instruction."""
     return ""
 
 
 def without_barriers(found):
-    """The same without its barriers."""
+    """Delete the barriers in an instruction sequence."""
     return re.sub(r"bar\.sync[^\n]*", "", found[0])
 
 
 def shifted(found):
-    """An instruction whose address is 16 bytes further."""
+    """Move an instruction's address by 16 bytes."""
     return re.sub(r"\[\s*([%\w]+)(?:\s*\+\s*(\d+))?\s*\]", _further, found[0], count=1)
 
 
@@ -432,29 +432,30 @@ def _further(found):
 
 
 def flipped(found):
-    """A wait for the other parity."""
+    """Make a wait use the other parity."""
     return f".reg .b32 other; xor.b32 other, {found[2]}, 1; {found[1]}other"
 
 
 def unswizzled(d):
-    """A descriptor without its swizzle."""
+    """Remove a descriptor's swizzle."""
     return dataclasses.replace(d, swizzle=0)
 
 
 def a_row_short(d):
-    """A descriptor whose box is a row short."""
+    """Make a descriptor's box one row shorter."""
     return dataclasses.replace(d, box=(*d.box[:-2], d.box[-2] - 1, d.box[-1]))
 
 
-# What is planted: which instructions, what becomes of one of them, and the share that may survive:
-# a fence before reads of the warps themselves, a shifted address of what is set to zero after.
+# Planted mistakes: which instructions, how to change one of them, and the share of changes that may
+# have no effect: a fence before reads by the warps themselves, a shifted address of data that is
+# then set to zero.
 NEXT = r"[^\n]*\n(?:\s*//[^\n]*\n|\s*\n|\s*\.loc[^\n]*\n)*\s*"  # up to the next instruction
 ADDRESSES = (r"(?m)^\s*(?:ldmatrix|stmatrix|(?:ld|st)\.shared)\b[^\n]*", shifted, 0.3)
 MOSAIC_PLANTED = {
     "barriers": (rf"fence\.proxy\.async{NEXT}bar\.sync[^\n]*", without_barriers, 0.0),
     "parity": (r"(try_wait\.parity\S* \S+, \[[^\]]*\], )(%\w+)", flipped, 0.0),
     "proxy fence": (r"fence\.proxy\.async[^\n]*", dropped, 0.3),
-    # Of two products' in one place, both.
+    # If two products wait in one place, drop both waits.
     "wait_group": (rf"wgmma\.wait_group[^\n]*(?:{NEXT}wgmma\.wait_group[^\n]*)?", dropped, 0.0),
     "address": ADDRESSES,
 }
@@ -466,9 +467,9 @@ TRITON_PLANTED = {
 
 
 def plantings(table):
-    """By default one instruction of a kind is tried, and all of every kind with `-m extended`.
+    """By default try one instruction of one kind; with `-m extended`, all of every kind.
 
-    But for addresses, which are so many that they are `slow`.
+    Addresses are so many that they are `slow`.
     """
     marks = {"address": pytest.mark.slow}
     every = (
@@ -478,9 +479,9 @@ def plantings(table):
 
 
 def check_planted(run, planted, text, most):
-    """Check that faults planted in a kernel's text make it fail, or its results wrong.
+    """Check that mistakes planted in a kernel's text make it fail, or its results wrong.
 
-    `run(text, lines)` returns arrays, and adds the lines of the kernel that were reached.
+    `run(text, lines)` returns arrays, and adds the lines of the kernel that it reached to `lines`.
     """
     pattern, change, spared = planted
     reached = set()
@@ -507,7 +508,7 @@ def check_planted(run, planted, text, most):
 
 @pytest.fixture(scope="module")
 def mosaic_kernel():
-    """The prefill kernel of 128 columns on two tiles of keys, and what it was called with."""
+    """The prefill kernel of 128 columns on two tiles of keys, with its operands."""
     given = Mosaic(problem(**head(128), query_lens=(33,), seq_lens=(140,), num_kv_heads=1))
     batch, (out, lse, kernels) = given.run()
     budget.of(batch).check(out, lse)
@@ -523,7 +524,7 @@ def test_no_barrier_stands_between_copies(mosaic_kernel):
 
 
 @mosaic_cases.needs_mosaic
-def test_ids_are_asked_for_several_at_a_time(mosaic_kernel):
+def test_several_ids_are_loaded_at_a_time(mosaic_kernel):
     """A tile of 128 keys in blocks of 16 is eight copies: four loads of ids, then four copies."""
     order = re.findall(
         r"(?m)^\s*(?:@%p\d+ )?(ld\.global|cp\.async\.bulk\.tensor)\b", mosaic_kernel.text

@@ -1,6 +1,6 @@
-"""The PTX interpreter where warps meet: barriers, copies, products, clusters; and what it refuses.
+"""The PTX interpreter where warps interact: barriers, copies, products, clusters; and its errors.
 
-Every kernel here is right as it stands; each of its mistakes is the kernel with a line changed.
+Every kernel here is right as it stands; a mistake is the kernel with some of its text changed.
 """
 
 import functools
@@ -23,7 +23,7 @@ def broken(text, changes, **given):
     return run(text, **given)
 
 
-# Two warps exchange what they have.
+# Two warps exchange numbers.
 EXCHANGE = """
  shl.b32 %r4, %r0, 2;
  add.s32 %r6, %r1, %r4;
@@ -92,7 +92,7 @@ def test_cp_async_that_is_not_waited_for():
 
 
 def tiles(at, shape, box, itemsize=2, swizzle=0):
-    """A maker of the tensor map of an array: number `at` of the addresses, 0 the output."""
+    """Return a function that makes the tensor map of the array `addresses[at]`; 0 is the output."""
 
     def make(addresses):
         strides, total = [], itemsize
@@ -106,7 +106,7 @@ def tiles(at, shape, box, itemsize=2, swizzle=0):
     return make
 
 
-# A warp brings a box of 8 rows of 64 numbers of two bytes; the other waits and copies it out.
+# One warp loads a box of 8 rows of 64 two-byte numbers; the other waits and copies it out.
 BRING = """
  setp.eq.u32 %p1, %r0, 0;
  @%p1 mbarrier.init.shared::cta.b64 [%r1+2048], 1;
@@ -142,14 +142,14 @@ bring = functools.partial(
 
 
 def box_at(row, column):
-    """The box of `BRING`, zeros outside of the tensor."""
+    """Return the box of `BRING`, with zeros outside the tensor."""
     around = np.pad(TENSOR, 64)
     return around[64 + row : 72 + row, 64 + column : 128 + column]
 
 
 @pytest.mark.parametrize("swizzle", [0, 128])
 def test_a_box_arrives(swizzle):
-    """With zeros outside of the tensor, and its runs of 16 bytes exchanged by the row."""
+    """With zeros outside the tensor, and runs of 16 bytes permuted within each row."""
     found = bring([], maps=[tiles(1, (20, 72), (8, 64), swizzle=swizzle)])
     found = found.view(np.uint16).reshape(8, 8, 8)
     want = box_at(8, -1).reshape(8, 8, 8)
@@ -160,7 +160,7 @@ def test_a_box_arrives(swizzle):
 
 @pytest.mark.parametrize("swizzle", [32, 64])
 def test_narrower_swizzles(swizzle):
-    """Bit 4 goes with bit 7; bits 4 and 5 with 7 and 8: of rows of 32 or 64 bytes."""
+    """Rows of 32 bytes XOR bit 4 with bit 7; rows of 64 bytes, bits 4 and 5 with 7 and 8."""
     columns = swizzle // 2
     maps = [tiles(1, (20, 72), (512 // columns, columns), swizzle=swizzle)]
     found = bring([("%r11, -1", "%r11, 0")], maps=maps).view(np.uint16).reshape(64, 8)
@@ -196,7 +196,7 @@ def test_narrower_swizzles(swizzle):
 )
 def test_mistakes_with_a_copy(old, new, error):
     def in_some_order():
-        for seed in range(8):  # a wait that is no loop may still have come too late
+        for seed in range(8):  # without a retry loop, a single wait may happen to suffice
             bring([(old, new)], seed=seed)
 
     with pytest.raises(ptx.PtxError, match=error):
@@ -224,7 +224,7 @@ def test_maps_that_the_driver_refuses(changes, error):
         bring([], maps=[tiles(**given)])
 
 
-# A warp fills a box, and the copy engine writes it; what lies outside of the tensor is left out.
+# A warp fills a box, and the copy engine writes the part of it that lies inside the tensor.
 STORE = """
  shl.b32 %r4, %r0, 4;
  add.s32 %r5, %r1, %r4;
@@ -279,7 +279,7 @@ def test_bytes_are_stored():
 
 
 def wgmma_body(columns, kind, held, across):
-    """A warpgroup multiplies 64 by 64 of A and 64 by `columns` of B, both brought by the engine."""
+    """Return PTX: the engine loads A, 64 by 64, and B, 64 by `columns`; a warpgroup multiplies."""
     sums = ", ".join(f"%f{i}" for i in range(columns // 2))
     text = f"""
  .reg .b32 %f<{columns // 2}>;
@@ -309,7 +309,7 @@ $READY:
 """
     for i in range(columns // 2):
         text += f" mov.b32 %f{i}, 0f00000000;\n"
-    # Fragments of A as ldmatrix gives them, 16 bytes of a row for each lane.
+    # Fragments of A from ldmatrix, which takes 16 bytes of a row from each lane.
     text += """
  shr.u32 %r20, %r0, 5;
  and.b32 %r21, %r0, 31;
@@ -354,7 +354,7 @@ $READY:
 
 
 def product_of(found, columns):
-    """The matrix that `wgmma_body` stores, fragment by fragment."""
+    """Assemble the matrix that `wgmma_body` stores fragment by fragment."""
     parts = found.view(np.float32).reshape(4, 8, 4, columns // 8, 2, 2)
     # warp, group, thread, tile of 8 columns, half, pair -> warp, half, group, tile, thread, pair
     return parts.transpose(0, 4, 1, 3, 2, 5).reshape(64, columns)
@@ -386,7 +386,7 @@ def multiply(changes=(), columns=32, kind="bf16", held=False, across=False):
     [(32, "bf16", False, False), (64, "f16", True, True), (64, "bf16", False, True)],
 )
 def test_wgmma(columns, kind, held, across):
-    """Both operands in shared memory, or A in registers; B as it lies or transposed."""
+    """With both operands in shared memory, or A in registers; with B as stored or transposed."""
     found, want = multiply(columns=columns, kind=kind, held=held, across=across)
     np.testing.assert_array_equal(found, want)
 
@@ -427,7 +427,7 @@ def test_a_wrong_swizzle_is_a_wrong_product():
 
 
 def test_registers_of_a_warpgroup():
-    """Four warps give 88 registers back, and only then may others have 40 more."""
+    """Four warps go down to 88 registers, and only then do the others get up to 168."""
     body = """
  setp.lt.u32 %p1, %r0, 128;
  @%p1 bra $LESS;
@@ -444,7 +444,7 @@ $END:
         broken(body, [("u32 88", "u32 16")], threads=256, registers=128, out=1)
 
 
-# Each of two blocks waits for the other to have arrived, and for a box that block 0 sends to both.
+# Each of two blocks waits for the other to arrive, and for a box that block 0 sends to both.
 CLUSTER = """
  mov.u32 %r2, %cluster_ctarank;
  setp.eq.u32 %p1, %r0, 0;
@@ -518,7 +518,7 @@ def test_mistakes_in_a_cluster(old, new, error):
 
 
 def test_shared_memory_of_another_block():
-    """Written there, and read once both have met."""
+    """It is written there, and read after a cluster barrier."""
     body = """
  mov.u32 %r2, %cluster_ctarank;
  xor.b32 %r3, %r2, 1;
@@ -544,7 +544,7 @@ def test_shared_memory_of_another_block():
 
 
 def test_an_mbarrier_invalidated():
-    """Its memory may then be anything again."""
+    """Its memory may then hold anything again."""
     body = """
  setp.eq.u32 %p1, %r0, 0;
  @%p1 mbarrier.init.shared::cta.b64 [%r1], 32;
@@ -558,7 +558,7 @@ def test_an_mbarrier_invalidated():
  st.global.b32 [%rd3], %r4;
 """
     np.testing.assert_array_equal(run(body, out=32), 1)
-    # The state that an arrival returns may go to a register, which no instruction may then read.
+    # An arrival may return its state to a register, but no instruction may read that register.
     kept = body.replace("b64 _, [%r1], 1", "b64 %rd5, [%r1], 1")
     np.testing.assert_array_equal(run(kept, out=32), 1)
     read = kept.replace("mad.wide.u32 %rd3", "add.s64 %rd4, %rd5, 0;\n mad.wide.u32 %rd3")

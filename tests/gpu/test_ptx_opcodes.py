@@ -1,6 +1,6 @@
-"""Each opcode of the PTX interpreter on PTX written by hand, against NumPy.
+"""Each opcode of the PTX interpreter on handwritten PTX, against NumPy.
 
-What several warps, barriers and the copy engine do is in `test_ptx_machine.py`.
+`test_ptx_machine.py` covers several warps, barriers and the copy engine.
 """
 
 import pathlib
@@ -26,18 +26,18 @@ NAN = np.where(LANE % 3 == 0, np.nan, X).astype(np.float32)
 
 
 def exact(function, *inputs):
-    """float32 of what a function of float64 says."""
+    """Evaluate a function in float64, and round to float32."""
     with np.errstate(all="ignore"):
         return function(*(x.astype(np.float64) for x in inputs)).astype(np.float32)
 
 
 def bits(x):
-    """float32 as its bits."""
+    """Return the bits of float32 numbers."""
     return x.astype(np.float32).view(np.uint32)
 
 
 def pairs(x, dtype=None):
-    """[32, 2] numbers of 16 bits as 32 registers."""
+    """Pack [32, 2] numbers of 16 bits into 32 registers."""
     return np.ascontiguousarray(x if dtype is None else x.astype(dtype)).view(np.uint32)[:, 0]
 
 
@@ -245,7 +245,7 @@ def test_every_opcode_has_a_test():
     assert not {name for name in HANDLERS if not re.search(rf"\b{name}[.; ]", text)}
 
 
-def test_every_opcode_says_where_it_is_from():
+def test_every_opcode_has_a_docstring():
     assert all(handler.__doc__ for handler in HANDLERS.values())
 
 
@@ -272,7 +272,7 @@ def test_loads_and_stores_of_vectors():
 
 
 def test_generic_addresses():
-    """Of shared and of global memory, in `ld` and `st` without a space."""
+    """`ld` and `st` without a space take addresses of shared and of global memory."""
     body = (
         ADDRESS
         + """
@@ -289,7 +289,7 @@ def test_generic_addresses():
 
 
 def test_atomics():
-    """All lanes at one place: each sees another sum."""
+    """All lanes add at one address, and each sees a different sum."""
     body = (
         ADDRESS
         + """
@@ -309,7 +309,7 @@ def test_atomics():
 
 
 def test_cp_async():
-    """Groups land in order; a copy that is cut short is filled up with zeros."""
+    """Groups land in order; a copy with a shorter source is filled up with zeros."""
     body = (
         ADDRESS
         + """
@@ -334,7 +334,7 @@ def test_cp_async():
 
 
 def test_ldmatrix_and_stmatrix():
-    """Four 8 by 8 matrices in, transposed out."""
+    """Four 8 by 8 matrices are loaded, and stored transposed."""
     body = """
  mad.wide.u32 %rd4, %r0, 16, %rd1;
  ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd4];
@@ -355,7 +355,7 @@ def test_ldmatrix_and_stmatrix():
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_mma(kind):
-    """16 by 8 by 16, each operand's fragment filled element by element."""
+    """A 16 by 8 by 16 product, with each operand's fragment filled element by element."""
     dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
     rng = np.random.default_rng(1)
     a, b = rng.integers(-4, 5, (16, 16)), rng.integers(-4, 5, (16, 8))
@@ -394,7 +394,7 @@ def test_small_floats():
 
 
 def test_fma_is_rounded_once():
-    """Where the exact sum lies a little next to the middle of two float32 numbers."""
+    """When the exact sum is just above or below the midpoint of two float32 numbers."""
     one = np.float32([1.0])
     a, b = np.float32([1 + 2.0**-12]), np.float32([1 + 2.0**-12])  # 1 + 2^-11 + 2^-24
     assert numbers.fma32(a, b, np.float32([2.0**-80]))[0] == np.float32(1 + 2.0**-11 + 2.0**-23)
@@ -432,7 +432,7 @@ def test_refused(line, error):
 
 
 def test_lanes_that_end():
-    """Some lanes are done, the others go on."""
+    """Some lanes end, and the others go on."""
     body = """
  mad.wide.u32 %rd4, %r0, 4, %rd0;
  st.global.b32 [%rd4], 1;
@@ -448,7 +448,7 @@ def test_lanes_that_end():
 
 
 def test_names_in_inner_scopes():
-    """Labels and registers of inline assembly are its own."""
+    """Labels and registers of inline assembly are local to it."""
     parsed = kernel(
         "{ .reg .pred q; L: setp.ne.b32 q, 1, 0; @q bra D; bra L; D: }\n"
         "{ .reg .pred q; L: setp.ne.b32 q, 1, 0; @q bra D; bra L; D: }",

@@ -1,4 +1,4 @@
-"""A launch passes its buffers and numbers by position: the kernels' parameters have their names."""
+"""A launch passes buffers and numbers by position, so names and order of parameters must match."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support import problems, triton_numpy
 
 
 def launches() -> tuple[triton_launch.Launch, ...]:
-    """Those of a call that needs every kernel."""
+    """Return the launches of a call that needs every kernel."""
     call, _ = problems.build(problems.Problem(query_lens=(1, 40), seq_lens=(40, 57))).call()
     return triton_launch.launches(call, machine.Machine(sm=90, cores=7))
 
 
 def parameters_for(launch: triton_launch.Launch) -> list[str]:
-    """What a kernel's parameters must be called; an input that an output continues has `_in`."""
+    """Return the names that a kernel's parameters must have; an aliased input has `_in`."""
     inputs = [
         f"{name}_in_ptr" if i in launch.aliases else f"{name}_ptr"
         for i, name in enumerate(launch.inputs)

@@ -1,8 +1,8 @@
-"""The Triton kernels compiled for GPUs that are not here: registers, memory, instructions, offsets.
+"""The Triton kernels compiled for GPUs without a GPU: registers, memory, instructions, offsets.
 
 Ids read like `sm90-triton-head512-mixed-bfloat16-bfloat16-block16-HND-group8-causal`. A mixed call
-has all three kernels: decode, merge_splits and prefill. Nothing runs; `benchmarks.gpu.report` says
-what XLA's and NVIDIA's compilers made of the calls.
+has all three kernels: decode, merge_splits and prefill. Nothing runs; the tests read the report of
+XLA's and NVIDIA's compilers (`benchmarks.gpu.report`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _swept() -> list[tuple[int, Case]]:
         found.append((90, Case(kind="mixed", format=format)))
     found.append((80, Case((128, 128), format="fp8_e5m2")))
     found.append((80, Case((128, 128), "mixed", format="fp8_e4m3")))  # widened by the kernel
-    # Of scales, zero points and packed words, those that take most registers.
+    # Among scales, zero points and packed words, those that need the most registers.
     found += [(sm, Case(kind="mixed", format="nvfp4")) for sm in (80, 90, 100)]
     found += [(sm, Case((128, 128), "mixed", format="int8_zero")) for sm in (80, 90, 100)]
     found.append((90, Case((256, 256), "mixed", format="int4_zero", options=EVERYTHING)))
@@ -70,7 +70,7 @@ def _swept() -> list[tuple[int, Case]]:
     found.append((90, Case((128, 128), "mixed", query_dtype="float16", format="float16")))
     found.append((90, Case(kind="speculative", kv_layout="NHD", block_size=64, plain=True)))
     found.append((90, Case((128, 128), "extend", options=EVERYTHING)))
-    # As vLLM's and sglang-jax's adapters call: keys and values side by side, and latents.
+    # As called for vLLM and sglang-jax: keys and values side by side, and latents.
     found += [(sm, Case((128, 128), "mixed", kv_layout="rows")) for sm in (80, 90)]
     found.append((90, Case((576, 512), "mixed", kv_layout="rows", heads=(16, 1))))
     found += [(sm, Case((128, 128), "mixed", options=CHUNKED)) for sm in (80, 90)]
@@ -147,7 +147,7 @@ def _masks() -> list[tuple[int, Case]]:
         for options in (*((mask,) for mask in gpu_cases.MASKS), DRAFTED)
         for format in ("bfloat16", "fp8_e4m3")
         for sm in (80, 90, 100)
-        # Prefill of a tree with a relative bias, in columns that are no power of two, spills more.
+        # Prefill of a tree with a relative bias spills more if columns are not a power of two.
         if (kind, options) != ("mixed", DRAFTED) or head[0] not in (80, 96)
         # This one spills 40 bytes.
         if (sm, head[0], kind, options) != (100, 96, "mixed", ("selected_blocks",))
@@ -158,7 +158,7 @@ def check(sm: int, case: Case, spills: int = 0) -> None:
     fn, arguments = case.function()
     kernels = gpu_report.report(fn, *arguments, sm=sm, xla=False)
     tiles = _tiles(sm, case)
-    if case.kind != "extend":  # whose rows may be enough for prefill where its tiles are small
+    if case.kind != "extend":  # which may have enough rows for prefill with small tiles
         names = triton_launch.Kernels._fields
         assert tuple(tiles) == (names if case.kind == "mixed" else names[:2])
     assert sorted(kernel.name for kernel in kernels) == sorted(tiles)
@@ -188,7 +188,7 @@ def check(sm: int, case: Case, spills: int = 0) -> None:
 
 
 def _tiles(sm: int, case: Case) -> dict[str, triton_tiles.Tiles]:
-    """Tiles of a case's kernels, as the call itself would choose them."""
+    """Return the tiles of a case's kernels, as the call would choose them."""
     call = case.call()
     gpu = gpu_targets.GPUS[sm].machine
     tiles = {"decode": triton_tiles.decode_tiles(call, gpu)}
@@ -198,9 +198,9 @@ def _tiles(sm: int, case: Case) -> dict[str, triton_tiles.Tiles]:
 
 
 def _check_offsets(kernel: gpu_report.Kernel) -> None:
-    """A block id is multiplied by a block's elements in 64 bits: 32 of them are a shift away.
+    """Check that a block id is multiplied by the elements of a block in 64 bits.
 
-    Block ids are clamped with 32-bit `min` and `max`; what comes out must be widened at once.
+    Block ids are clamped with 32-bit `min` and `max`, and must be widened right after.
     """
     wide = re.findall(r"\b(?:mul|mad)\.wide\.[su]32|\bmul\.lo\.s64|\bshl\.b64|cvt\.[su]64\.[su]32",
                       kernel.ptx)  # fmt: skip
@@ -235,7 +235,7 @@ def test_compiled(sm, case):
 @pytest.mark.extended
 @pytest.mark.parametrize("sm", [80, 90])
 def test_a_logit_is_scaled_where_the_maximum_is_subtracted(sm):
-    """In one instruction: where prefill masks nothing, only accumulators are multiplied."""
+    """In one instruction: if prefill masks nothing, only accumulators are multiplied."""
     case = Case((64, 64), "mixed")
     fn, arguments = case.function()
     *_, prefill = gpu_report.report(fn, *arguments, sm=sm, xla=False)
@@ -264,7 +264,7 @@ def test_compiled_more(sm, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sm", "case"), _masks(), ids=ids)
 def test_masks_compiled_more(sm, case):
-    """ptxas spills a few bytes of prefill, mostly to make room for a second program."""
+    """ptxas may spill a few bytes of prefill, mostly to make room for a second program."""
     check(sm, case, spills=24)
 
 
@@ -274,8 +274,11 @@ def test_masks_compiled_more(sm, case):
 @pytest.mark.parametrize("group", [8, 32])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "fp8_e5m2"])
 def test_compiled_where_a_block_has_99_kib(sm, head, group, stored):
-    """Shared memory as counted. ptxas spills a few bytes where that makes room for a second
-    program: with 128 registers a thread, not 255."""
+    """Shared memory is at most what we count.
+
+    ptxas may spill a few bytes to make room for a second program, with 128 registers per thread
+    instead of 255.
+    """
     dtype = "float32" if stored == "float32" else "bfloat16"
     case = Case(head, "mixed", dtype, stored, heads=(4 * group, 4))
     fn, arguments = case.function()
@@ -291,7 +294,7 @@ def test_compiled_where_a_block_has_99_kib(sm, head, group, stored):
 
 
 def lowered_on(sm: int, fn, *arguments):
-    """`fn` lowered for a described GPU."""
+    """Lower `fn` for a described GPU."""
     device = gpu_targets.device_for(sm)
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=sharding), arguments)
@@ -304,7 +307,7 @@ SMALL = Case((64, 64), "decode", num_blocks=64, heads=(4, 2))
 
 @pytest.mark.extended
 def test_nothing_the_size_of_a_pool_is_copied():
-    """XLA's own view of the whole module: its temporaries are the partial results."""
+    """According to XLA, the module's only temporaries are the partial results."""
     for format, plain in (("bfloat16", True), ("fp8_e5m2", False)):
         case = Case((128, 128), "mixed", format=format, plain=plain)
         fn, arguments = case.function()
@@ -315,7 +318,7 @@ def test_nothing_the_size_of_a_pool_is_copied():
 
 
 def test_scan_over_layers_and_jit():
-    """One custom call per kernel, in the body of one loop, whatever the number of layers."""
+    """There is one custom call per kernel, in the body of one loop, for any number of layers."""
     _, (given,) = SMALL.function()
 
     def model(given):
@@ -341,7 +344,7 @@ def test_vmap_takes_the_batch_one_by_one(batched):
     several = {name: struct((3, *given[name].shape), given[name].dtype) for name in batched}
     lowered = lowered_on(90, lambda given: jax.vmap(fn, in_axes=(axes,))(given), given | several)
     split, merge = re.findall(r"custom_call @triton_kernel_call.*", lowered.as_text())
-    blocks = 64 * (3 if "key_cache" in batched else 1)  # pools become one, and none is sliced
+    blocks = 64 * (3 if "key_cache" in batched else 1)  # pools are joined, and none is sliced
     assert split.count(f"tensor<{blocks}x2x16x64x") == 2
     assert "x2x16x64x" not in merge
     assert jax.tree.leaves(lowered.out_info)[0].shape == (3, 16, 4, 64)
@@ -349,7 +352,7 @@ def test_vmap_takes_the_batch_one_by_one(batched):
 
 @pytest.mark.extended
 def test_gradients_are_xlas():
-    """The kernels run forward, and XLA's loops backward, which hold nothing but gradients."""
+    """The kernels run forward; XLA's loops run backward and hold only gradients."""
     case = Case((64, 64), "mixed", num_blocks=64, heads=(4, 2), plain=True)
     fn, (given,) = case.function()
 
@@ -417,7 +420,7 @@ def test_taken_on_gpus(sm):
     assert explained(device, implementation="triton").taken == "triton"
 
 
-def test_refused_in_words(monkeypatch):
+def test_refused_with_a_reason(monkeypatch):
     assert explained(None).refusals["triton"] == ("it runs on gpu, and this is cpu",)
     assert explained(None).taken in ("native", "xla")
     turing = machine.Machine(sm=75, cores=40)
@@ -430,7 +433,7 @@ def test_refused_in_words(monkeypatch):
 
 @pytest.mark.parametrize("format", formats.ALL, ids=lambda format: format.name)
 def test_every_format_is_taken(format):
-    """In a format that came after the record of an H100 with a note."""
+    """Formats added after the results from an H100 are taken with a note."""
     case = Case((64, 64), format=format.name, num_blocks=64)
     why = explained(gpu_targets.device_for(90), case)
     assert why.refusals["triton"] == ()
@@ -455,7 +458,7 @@ def test_versions_here_are_the_tested_ones():
 
 @pytest.mark.extended
 def test_no_setting_is_needed_to_compile():
-    """Without `JAX_PLATFORMS`, and without a driver, JAX's CUDA plugin would fail to start."""
+    """Without `JAX_PLATFORMS` and a driver, JAX's CUDA plugin would otherwise fail to start."""
     settings = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     code = "from benchmarks.gpu import targets\nprint(targets.device_for(90).platform)"
     done = subprocess.run(
@@ -471,7 +474,7 @@ def test_no_setting_is_needed_to_compile():
 
 
 def check_one_graph(thunks):
-    """All launches are commands of one buffer."""
+    """Check that all launches are commands of one buffer."""
     first, *rest = [line for line in thunks.split("\n") if line.strip()]
     assert "kCommandBuffer" in first
     assert all(line.startswith(" ") for line in rest)
@@ -479,7 +482,7 @@ def check_one_graph(thunks):
 
 @pytest.mark.extended
 def test_layers_are_one_graph(tmp_path):
-    """Kernels are launched together, as commands of one buffer, and not each for itself."""
+    """Kernels are launched together as commands of one buffer, not one by one."""
     fn, (given,) = Case((64, 64), "mixed").function()
 
     def layers(given):
@@ -497,7 +500,7 @@ def test_layers_are_one_graph(tmp_path):
 
 @pytest.mark.parametrize("starts", [False, True])
 def test_one_launch_comes_ahead_of_the_kernels(tmp_path, starts):
-    """Lengths and caller-provided starts are checked; the table is for the kernels to read."""
+    """It checks lengths and the caller's starts; the kernels read the table themselves."""
     w = gpu_workloads.workload("llama-8b", "4q1s8k")
     data = gpu_data.described(w)
     given = gpu_data.arguments(w, data, data.tables)

@@ -1,6 +1,6 @@
-"""The functions that the Triton kernels are made of, point by point against jattn/spec.py.
+"""The functions that the Triton kernels consist of, point by point against jattn/spec.py.
 
-They run on NumPy (`triton_numpy.py`): the text that a GPU's compiler reads.
+They run on NumPy (`triton_numpy.py`), from the same source that is compiled for a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support import triton_numpy
 
 
 class Fragments:
-    """The functions that the kernels are made of, with plain arrays as results."""
+    """The functions that the kernels consist of, with plain arrays as results."""
 
     def __getattr__(self, name: str):
         function = getattr(triton_numpy.fragments(), name)
@@ -50,7 +50,7 @@ CHUNKS = (None, 1, 4, 2**31 - 1)
 
 
 def masks(seq_len, causal, flag, window, chunk, end=None):
-    """A fragment's masks, and which of them there are."""
+    """Return a fragment's masks, and which of them are given."""
     numbers = (seq_len, flag, window or 0, chunk or 0, 0 if end is None else end)
     static = types.SimpleNamespace(
         CAUSAL=CODES[causal],
@@ -108,7 +108,7 @@ def test_key_range_is_spec(causal, window, chunk):
 
 @pytest.mark.parametrize("words", [1, 2])
 def test_trees_are_spec(words):
-    """Random masks; tokens within their words and past them, keys before the query tokens."""
+    """With random masks, tokens within their words and past them, and earlier keys."""
     rng = np.random.default_rng(words)
     index = np.arange(32 * words + 8, dtype=np.int32)
     key = np.arange(-5, len(index), dtype=np.int32)
@@ -134,13 +134,13 @@ def test_trees_are_spec(words):
     ids=lambda format: format.name,
 )
 def test_every_code_is_its_number(format, sm, dtype):
-    """All bytes, as words of a cache, in each dtype that products may take."""
+    """All bytes as words of a cache, in each dtype that products may have."""
     stored, codes, per_word = triton_launch.stored_as(format, machine.Machine(sm, 7))
     words = np.arange(256, dtype=np.uint8)
     want = np.asarray(format.decode(jnp.asarray(words.view(format.word_dtype))), np.float32)
     words = words.view(getattr(triton_numpy.language, stored)).reshape(4, -1)
     have = fragments.numbers_of(words, codes, dtype)
-    assert have.dtype == (np.float16 if format.group else dtype)  # where scales are multiplied next
+    assert have.dtype == (np.float16 if format.group else dtype)  # scales are multiplied next
     have = have.astype(np.float32)
     if format.group:
         have = have * 2.0**14

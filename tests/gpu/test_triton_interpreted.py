@@ -1,8 +1,8 @@
-"""The Triton kernels interpreted on NumPy: the matrix, budgets and wrong kernels used elsewhere.
+"""The Triton kernels interpreted on NumPy, with the usual matrix, budgets and wrong kernels.
 
 Ids read like `triton-head512-block16-bf16-window-hnd-group2-mixed-words`, as in test_matrix.py,
-where the same cases run on a GPU. What runs here is the text that is compiled there
-(`triton_numpy.py`), on a machine of 7 programs, so that most sequences are split over several.
+where the same cases run on a GPU. Here the same source runs on `triton_numpy.py`, on a machine of 7
+programs, so that most sequences are split over several.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jattn.pallas.triton import launch as triton_launch
 from tests.support import budget, matrix, problems, promises, random_calls, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
-CASES = matrix.sample(gpu_rows.TRITON)[::3]  # every third of those with all levels: they take long
+CASES = matrix.sample(gpu_rows.TRITON)[::3]  # only every third of them, since they take long
 SAMPLED = set(CASES)
 BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
 EVERYTHING = frozenset(calls.CORE_OPTIONS) - {"not_causal"}
 
 
 def interpret(batch: problems.Batch, gpu: machine.Machine = GPU, track: tuple[str, ...] = ()):
-    """`(out, lse, buffers)` of the batch's kernels."""
+    """Interpret the batch's kernels, and return `(out, lse, buffers)`."""
     return triton_numpy.run(*batch.call(), gpu, track)
 
 
@@ -69,7 +69,7 @@ def test_claimed_more(case):
 
 
 def broken_kernels():
-    """`(name, text, its replacement)`: the kernels with one mistake each."""
+    """Return `(name, text, its replacement)`, a single mistake in the kernels each."""
     return (
         ("window", "q_pos - k_pos < sight.limits.window", "q_pos - k_pos <= sight.limits.window"),
         ("causal", "reach = k_pos <= q_pos", "reach = k_pos < q_pos"),
@@ -88,7 +88,7 @@ AHEAD = frozenset({"visible_end", "sliding_window", "is_causal_per_sequence"})
 
 
 def broken_masks():
-    """`(name, options, text, its replacement)`."""
+    """Return `(name, options, text, its replacement)`, a single mistake in a mask each."""
     return (
         ("end", AHEAD, "reach | (k_pos < sight.visible_end)", "reach"),
         ("window ahead", AHEAD, "| (sight.is_causal != 0))", ")"),
@@ -137,13 +137,13 @@ def test_a_mistake_in_the_kernels_is_noticed(options, text, mistake):
         try:
             found = allowed.violations(*interpret(batch)[:2])
         except AssertionError as error:
-            found = [str(error)]  # the interpreter noticed: written twice, out of bounds
+            found = [str(error)]  # the interpreter raised: written twice, out of bounds
         assert found
 
 
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 3, 11])
 def test_any_number_of_programs(cores):
-    """Sequences whole, split in two and split over many, speculative tokens among them."""
+    """Sequences are whole, split in two, or split over many; some have draft tokens."""
     problem = problems.Problem(
         query_lens=(1, 4, 1, 8, 3, 0, 1),
         seq_lens=(700, 40, 1, 300, 2, 5, 31),
@@ -159,7 +159,7 @@ def test_any_number_of_programs(cores):
 
 
 def test_few_new_tokens_behind_many_keys_are_split():
-    """Too few rows for prefill to keep the GPU busy: decode has them all, tiles of rows too."""
+    """If prefill has too few rows to keep the GPU busy, decode takes them all, in several tiles."""
     problem = problems.Problem(
         query_lens=(40, 9),
         seq_lens=(2100, 90),
@@ -199,7 +199,7 @@ def test_few_new_tokens_behind_many_keys_are_split():
     ids=lambda options: "-".join(sorted(options)) if isinstance(options, frozenset) else None,
 )
 def test_masks_meet(options, block_size):
-    """Decode whole and split, prefill in several tiles; blocks smaller and larger than a tile."""
+    """With decode whole and split, prefill in several tiles, and blocks below and above a tile."""
     problem = problems.Problem(
         query_lens=(1, 3, 50, 0, 2),
         seq_lens=(300, 41, 130, 9, 64),
@@ -219,7 +219,7 @@ def test_masks_meet(options, block_size):
 
 
 def test_a_tree_of_many_roots_ends_within_a_tile():
-    """The last key before the query tokens ends a tile, and no token follows the first."""
+    """The last key before the query tokens ends within a tile, and every token is a root."""
     problem = problems.Problem(
         query_lens=(50,), seq_lens=(177,), padded_seqs=0, options=frozenset({"tree_mask"}),
         head_dim=16, value_dim=16,
@@ -239,7 +239,7 @@ def test_a_tree_of_many_roots_ends_within_a_tile():
 
 @pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min])
 def test_biases_that_hide_keys(hidden):
-    """Keys far behind, where prefill masks nothing, have the table's first number."""
+    """Keys far back, where prefill masks nothing, get the table's first number."""
     problem = problems.Problem(
         query_lens=(40, 1), seq_lens=(300, 290), head_dim=16, value_dim=16,
         options=frozenset({"relative_bias", "return_lse"}),
@@ -259,16 +259,16 @@ def test_biases_that_hide_keys(hidden):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.extended)
                                                for n in range(4, 60))])  # fmt: skip
 def test_random_calls(seed):
-    """Any sizes, formats and options that mean something together."""
+    """With any sizes, formats and options that make sense together."""
     batch = problems.build(random_calls.draw(seed, gpu_rows.TRITON))
-    while gpu_rows.TRITON.refuses(batch.call()[0]):  # a size that its format does not go with
+    while gpu_rows.TRITON.refuses(batch.call()[0]):  # a size that the format does not support
         seed += 1000
         batch = problems.build(random_calls.draw(seed, gpu_rows.TRITON))
     budget.of(batch).check(*interpret(batch)[:2])
 
 
 def test_gradients_are_xlas():
-    """Of what the kernels compute: the XLA path's backward pass takes their out and lse."""
+    """The XLA path's backward pass uses the kernels' out and lse."""
     problem = problems.Problem(
         query_lens=(1, 12), seq_lens=(40, 30), num_heads=4, num_kv_heads=2, head_dim=16,
         value_dim=16, plain=True, options=frozenset({"sinks", "relative_bias", "visible_end"}),
@@ -293,7 +293,7 @@ def test_gradients_are_xlas():
     def gradients(attend):
         def loss(floats):
             out, lse = attend(call, operands._replace(**floats))
-            # Every weight of lse is positive, so that terms of the scale's gradient do not cancel.
+            # All weights of lse are positive, so that terms of the scale's gradient do not cancel.
             weights = jnp.linspace(1, 2, real)[:, None]
             return jnp.sin(out[:real]).sum() + (lse[:real] * weights).sum()
 
@@ -306,7 +306,7 @@ def test_gradients_are_xlas():
 
 
 def test_many_heads_per_kv_head():
-    """Groups of more rows than a tile: several tiles read the same keys."""
+    """If a group has more rows than a tile, several tiles read the same keys."""
     problem = problems.Problem(
         query_lens=(1, 2, 12), seq_lens=(150, 33, 40), num_heads=100, num_kv_heads=1
     )
@@ -369,7 +369,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def bounded(query_lens: tuple[int, ...], **changes) -> problems.Batch:
-    """A small batch that says how many query tokens its sequences have at most."""
+    """Build a small batch with a bound on query tokens per sequence."""
     problem = problems.Problem(query_lens=query_lens, seq_lens=(40, 350, 12, 17), **changes)
     batch = problems.build(problem)
     return dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": max(query_lens)})
@@ -384,7 +384,7 @@ def test_sequences_that_break_a_promise_are_nan(query_lens):
 
 @KINDS
 @pytest.mark.parametrize("mistake", promises.MISTAKES)
-def test_starts_that_say_nothing_are_nan_everywhere(mistake, query_lens):
+def test_invalid_starts_are_nan_everywhere(mistake, query_lens):
     for found in interpret(promises.with_starts(bounded(query_lens), mistake))[:2]:
         assert np.isnan(found).all()
 
@@ -404,7 +404,7 @@ def test_a_row_of_nan_shows_in_its_lse(query_lens, options):
 @pytest.mark.parametrize("option", ["k_scale", "logits_soft_cap", "alibi_slopes"])
 @pytest.mark.parametrize("times", [-0.7, 0.0])
 def test_scales_that_are_not_positive(times, option):
-    """Whole tiles of prefill take the scale for positive; here no tile may be one."""
+    """Whole tiles of prefill assume a positive scale: here no tile may be treated as whole."""
     problem = problems.Problem(
         query_lens=(1, 70, 9), seq_lens=(40, 150, 100), **BF16, options=frozenset({option}),
         explicit_scale=True, scale_times=times,
@@ -414,7 +414,7 @@ def test_scales_that_are_not_positive(times, option):
 
 
 def test_queries_beyond_float16_meet_an_8_bit_cache():
-    """The dots are in float16 there; a bfloat16 query of 10^6 must not become infinite."""
+    """Its products are in float16, where a bfloat16 query of 10^6 must not become infinite."""
     problem = problems.Problem(
         query_lens=(1, 9), seq_lens=(40, 60), query_dtype="bfloat16", format="fp8_e4m3",
         head_dim=80, value_dim=80,
@@ -429,7 +429,7 @@ def test_queries_beyond_float16_meet_an_8_bit_cache():
 
 @pytest.mark.parametrize(("name", "sm"), [("fp8_e4m3", 80), ("fp8_e4m3_token", 89)])
 def test_e4m3_with_and_without_an_instruction_for_it(name, sm):
-    """What an A100 reads by integers; newer GPUs convert it."""
+    """An A100 decodes it with integers; newer GPUs have a conversion."""
     problem = problems.Problem(
         query_lens=(1, 12, 1), seq_lens=(70, 40, 3), query_dtype="bfloat16", format=name,
         head_dim=80, value_dim=80,
@@ -454,12 +454,12 @@ def test_scales_of_values_beyond_float16(times):
     values = values.replace(scale=values.scale * np.float32(times))
     changed = dataclasses.replace(batch, value_cache=values)
     have, want = (interpret(x)[0].astype(np.float64) for x in (changed, batch))
-    np.testing.assert_array_equal(have, want * times)  # powers of two change exponents alone
+    np.testing.assert_array_equal(have, want * times)  # powers of two change only exponents
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
 def test_values_that_end_within_a_group(format):
-    """The first 24 numbers of every key are its value, one group of 16 and a part of the next."""
+    """The first 24 numbers of a key are its value: one group of 16 and half of the next."""
     problem = problems.Problem(
         query_lens=(1, 12), seq_lens=(70, 40), num_heads=4, num_kv_heads=1, query_dtype="bfloat16",
         format=format, head_dim=64, value_dim=24, options=frozenset({"value_dim", "return_lse"}),

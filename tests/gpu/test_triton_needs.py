@@ -1,4 +1,4 @@
-"""The needs of the Triton row, in words: packages, versions, machines."""
+"""The needs of the Triton row, and its reasons for refusals: packages, versions, machines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_packages():
 
 
 def test_versions_are_those_of_the_extras():
-    """What an error says to install is what the extras install."""
+    """Errors recommend installing the versions that the extras install."""
     path = pathlib.Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
     lowest, highest, wanted = triton_needs.TRITON[triton_needs.JAX_TRITON]
@@ -76,8 +76,8 @@ def test_machines(monkeypatch, platform, gpu, words):
         ("fp8_e5m2", 80, 1),
     ],
 )
-def test_sizes_that_are_no_words(monkeypatch, name, sm, takes):
-    """Kernels load four bytes at a time of what they unpack."""
+def test_sizes_that_are_not_whole_words(monkeypatch, name, sm, takes):
+    """Kernels load packed numbers four bytes at a time."""
     call = problems.build(problems.Problem(query_lens=(1,), seq_lens=(9,))).call()[0]
     format = problems.FORMATS[name]
     changed = dataclasses.replace(
@@ -115,7 +115,7 @@ def test_trees_of_many_tokens(columns, packed):
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90])
 def test_keys_and_values_in_one_array_are_not_unpacked(monkeypatch, sm):
-    """Such rows are counted in numbers, and e4m3 below sm_89 is read in words of four bytes."""
+    """Such rows are addressed by number, but e4m3 below sm_89 is read in words of four bytes."""
     problem = problems.Problem(
         query_lens=(1,), seq_lens=(9,), query_dtype="bfloat16", format="fp8_e4m3", kv_layout="rows"
     )

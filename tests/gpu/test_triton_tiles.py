@@ -1,4 +1,4 @@
-"""The sizes of the Triton kernels' tiles: they hold every call, and fit every GPU."""
+"""The sizes of the Triton kernels' tiles: they cover every call and fit every GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def test_parts_hold_every_head_size():
 
 @pytest.mark.parametrize("sm", [86, pytest.param(89, marks=pytest.mark.extended), 120])
 def test_tiles_fit_where_a_block_has_99_kib(sm):
-    """Every head size, format, group and kind of call, masks in turn; the count is held to the
-    compiler's in test_triton_compiled.py. The largest is near enough to the limit to be worth a
-    rule."""
+    """For every head size, format, group and kind of call, with masks in turn.
+
+    test_triton_compiled.py compares the counted shared memory with the compiler's. The largest
+    tiles come near enough to the limit to need a rule.
+    """
     gpu = machine.Machine(sm, 60)
     assert gpu.block_shared == 99 * machine.KIB
     call = problems.build(problems.Problem(query_lens=(1, 12), seq_lens=(40, 17))).call()[0]
@@ -63,8 +65,8 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
     assert largest > 60 * machine.KIB
 
 
-def test_every_line_of_the_tables_is_taken():
-    """A line that an earlier one hides would be a rule that no call follows."""
+def test_every_line_of_the_tables_is_used():
+    """A line hidden by an earlier one would be a rule that no call uses."""
     widths = (16, 64, 96, 128, 160, 192, 256, 288, 512, 576)
     facts = [
         *itertools.product(triton_tiles.Arch, triton_tiles.ProductOperands, widths, (16, 32, 64))
@@ -75,7 +77,7 @@ def test_every_line_of_the_tables_is_taken():
 
 
 def test_nvfp4_has_32_keys_or_more():
-    """With 16, Triton 3.6 adds up every key's value twice: seen by executing its PTX."""
+    """With 16 keys, Triton 3.6 adds every key's value twice, as executing its PTX showed."""
     call = problems.build(problems.Problem(query_lens=(1, 12), seq_lens=(40, 17))).call()[0]
     in_16_bits = 0
     for sm, dtype, keys, size, group in itertools.product(
@@ -89,7 +91,7 @@ def test_nvfp4_has_32_keys_or_more():
         )  # fmt: skip
         assert min(triton_tiles.parts_of(changed, gpu, size)[0], 32) == 32
         if triton_tiles.dot_dtypes(changed)[1] == "float32":
-            continue  # on plain cores
+            continue  # without tensor cores
         in_16_bits += 1
         for pick in (triton_tiles.decode_tiles, triton_tiles.prefill_tiles):
             assert pick(changed, gpu).keys >= 32, (sm, dtype, keys, size, group)
@@ -97,7 +99,7 @@ def test_nvfp4_has_32_keys_or_more():
 
 
 def test_new_shapes_share_kernels():
-    """Batch, tokens, table width and pool size are numbers of a kernel, never constants of it."""
+    """Batch, tokens, table width and pool size are arguments of a kernel, never constants."""
 
     gpu = machine.Machine(sm=90, cores=7)
 
