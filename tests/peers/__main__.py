@@ -1,4 +1,4 @@
-"""`python -m tests.peers`: run peers' tests, print what passed, and write it down if asked to."""
+"""`python -m tests.peers`: run peers' tests, print what passed, and record it if asked to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.peers.suites import SUITES
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peers")
     parser.add_argument("names", nargs="*", choices=[[], *SUITES], help="suites; all if none")
-    parser.add_argument("--every", type=int, help="another sample: one test in so many")
+    parser.add_argument("--every", type=int, help="run one test in this many")
     parser.add_argument("--cache", default="~/.cache/jattn-peers", help="where files are kept")
     parser.add_argument(
-        "--record", action="store_true", help=f"write what passed to {records.FILE.name}"
+        "--record", action="store_true", help=f"write the counts to {records.FILE.name}"
     )
     given = parser.parse_args()
     bad = 0
@@ -30,7 +30,7 @@ def main() -> int:
         except fetch.NotFetchedError as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
-        report = run.run(suite, folder, timeout=4 * 3600)  # for samples larger than the usual
+        report = run.run(suite, folder, timeout=4 * 3600)  # for larger samples than usual
         wrong = report.failed > 0 or report.passed < suite.at_least
         bad += wrong
         print(f"{name}: {report.passed} passed, {report.failed} failed", flush=True)

@@ -16,18 +16,18 @@ import zipfile
 
 from tests.peers.suites import Checkout, SourceArchive, Suite, Wheel
 
-TESTS = ("tests/", "hopper/")  # what is unpacked of a source distribution
+TESTS = ("tests/", "hopper/")  # the folders to unpack from a source distribution
 
 
 class NotFetchedError(Exception):
-    """A suite's files are not here, and why."""
+    """A suite's files cannot be fetched, and why."""
 
 
 def sources(suite: Suite, cache: pathlib.Path) -> pathlib.Path:
-    """The folder that has the suite's files.
+    """Return the folder that has the suite's files, fetching them if needed.
 
     Raises:
-      NotFetchedError: a module that they import is not installed, no checkout is named, or PyPI
+      NotFetchedError: a module that they import is not installed, no checkout is given, or PyPI
         cannot be reached.
     """
     missing = [name for name in suite.needs if importlib.util.find_spec(name) is None]
@@ -54,7 +54,7 @@ def _checkout(source: Checkout, files: tuple[str, ...]) -> pathlib.Path:
 
 
 def _wheel(source: Wheel, folder: pathlib.Path) -> None:
-    # Tests are part of the wheel. What it requires of Python and of others is not used.
+    # Tests are part of the wheel. Its requirements do not matter, since it is only unpacked.
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     options = ["--ignore-requires-python", "--only-binary", ":all:", "--dest", str(folder)]
     name = f"{source.project}=={source.version}"
@@ -69,7 +69,7 @@ def _wheel(source: Wheel, folder: pathlib.Path) -> None:
 
 
 def _source_archive(source: SourceArchive, folder: pathlib.Path) -> None:
-    # pip would build these for their metadata, which wants a compiler for GPUs.
+    # pip would build these to get their metadata, which needs a compiler for GPUs.
     name = f"{source.project.replace('-', '_')}-{source.version}.tar.gz"
     page = urllib.request.Request(
         f"https://pypi.org/simple/{source.project}/",
@@ -83,9 +83,9 @@ def _source_archive(source: SourceArchive, folder: pathlib.Path) -> None:
         with urllib.request.urlopen(files[0]["url"], timeout=600) as answer:
             packed = answer.read()
     except OSError as error:
-        raise NotFetchedError(f"PyPI does not give {name}: {error}") from error
+        raise NotFetchedError(f"PyPI cannot provide {name}: {error}") from error
     if hashlib.sha256(packed).hexdigest() != files[0]["hashes"]["sha256"]:
-        raise NotFetchedError(f"PyPI gave other bytes than it says for {name}")
+        raise NotFetchedError(f"{name} from PyPI does not have the sha256 that PyPI lists")
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
             member.name = member.name.partition("/")[2]

@@ -1,7 +1,7 @@
-"""A plugin of pytest that puts jattn in the place of a peer's kernel, before its tests import it.
+"""A pytest plugin that replaces a peer's kernel with jattn before the tests import it.
 
-`JATTN_PEER` names the function that does so. The peers' tests ask for a TPU, or for a GPU: they
-are told that there is one.
+`JATTN_PEER` names the function that does so. The peers' tests check for a TPU or a GPU: the plugin
+makes these checks pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jattn.integrations import rpa
 
 
 def _replace(module: str, name: str, function) -> None:
-    """A module's function, and that of the package that hands it on."""
+    """Replace a module's function, also in a package that re-exports it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module(module)
@@ -33,7 +33,7 @@ def _replace(module: str, name: str, function) -> None:
 
 
 def _there_is_a_tpu() -> None:
-    # From version 6 on the tests leave quantized pages out.
+    # From version 6 on, the tests leave out quantized pages.
     jtu.is_device_tpu_at_least = lambda version: version <= 5
     jtu.is_device_tpu = lambda version=None, variant="": (
         version in (None, 5) and variant in ("", "e")
@@ -59,7 +59,7 @@ def jax_tpu_ragged_paged_attention() -> None:
 
 
 def _tpu_inference(module: str, name: str, function) -> None:
-    """tpu-inference's kernels alone: its package asks for vLLM and a TPU when it is imported."""
+    """Replace a tpu-inference kernel, without its package, whose import needs vLLM and a TPU."""
     _there_is_a_tpu()
     root = os.environ["JATTN_PEER_SOURCES"]
     package = types.ModuleType("tpu_inference")
@@ -76,8 +76,10 @@ def _tpu_inference(module: str, name: str, function) -> None:
 
 
 def _write_bits(module: str) -> None:
-    """A reference that writes a cache of 8-bit floats token by token is given their bits: on CPUs
-    XLA would widen the whole cache for every token."""
+    """Make a reference write bits where it writes a cache of 8-bit floats token by token.
+
+    On CPUs XLA would widen the whole cache for every token.
+    """
     reference = importlib.import_module(module)
     write = reference.update_kv_cache
 
@@ -91,9 +93,9 @@ def _write_bits(module: str) -> None:
 def mla_v2() -> None:
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # by pytest, which absl's tests do not expect
+    flags.FLAGS.mark_as_parsed()  # absl would parse them, but pytest runs the tests
     pipeline = types.ModuleType("tpu_inference.kernels.mla.v2.transpose")
-    pipeline.xpose_pipeline = None  # a part of the kernel, which wants a package of its own
+    pipeline.xpose_pipeline = None  # a part of the kernel that needs another package
     sys.modules[pipeline.__name__] = pipeline
     _tpu_inference("mla.v2.kernel", "mla_ragged_paged_attention", rpa.mla_ragged_paged_attention)
     _write_bits("tpu_inference.kernels.mla.v1.kernel")
@@ -115,8 +117,10 @@ def rpa_v2() -> None:
 
 
 def kv_cache_update(new_kv, slices, kv_cache, num_slices, *, page_size, mesh=None, **others):
-    """tpu-inference's, by `jattn.update_kv_cache`: slices are rows of the cache that follow each
-    other, (where in the cache, where among the new tokens, how many)."""
+    """Run tpu-inference's `kv_cache_update` by `jattn.update_kv_cache`.
+
+    A slice is consecutive rows of the cache: (start in the cache, start among new tokens, count).
+    """
 
     def update(new_kv, slices, kv_cache, num_slices):
         tokens, rows, dim = new_kv.shape

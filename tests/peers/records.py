@@ -1,4 +1,4 @@
-"""Counts from a run of each suite: one line of JSON per suite, and the page's tables of them.
+"""Counts from a run of each suite: one line of JSON per suite, and the tables of the page.
 
 `python -m tests.peers --record` replaces the line of each suite that passes.
 """
@@ -25,11 +25,11 @@ class Record:
 
     Attributes:
       suite: its name.
-      files: those that were run.
-      version: of the source: a distribution's, or a checkout's commit and its day.
-      every: 1 for all that applies, n for a sample of one test in n.
-      passed, failed, skipped: tests.
-      jax, torch: versions; torch is None where a suite does not import it.
+      files: the files that ran.
+      version: of the source: a distribution's version, or a checkout's commit and its date.
+      every: 1 if all that applies ran, n for a sample of one test in n.
+      passed, failed, skipped: numbers of tests.
+      jax, torch: versions; torch is None if the suite does not import it.
       date: of the run.
     """
 
@@ -46,7 +46,7 @@ class Record:
 
 
 def record(suite: Suite, folder: pathlib.Path, report: Report) -> Record:
-    """The record of a suite that has just run."""
+    """Return the record of a suite that has just run."""
     return Record(
         suite=suite.name,
         files=suite.files,
@@ -70,14 +70,14 @@ def _version(suite: Suite, folder: pathlib.Path) -> str:
 
 
 def read(file: pathlib.Path = FILE) -> dict[str, Record]:
-    """The records by suite, in the order of the suites."""
+    """Read the records by suite, in the order of the suites."""
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     found = {line["suite"]: Record(**{**line, "files": tuple(line["files"])}) for line in lines}
     return {name: found[name] for name in SUITES if name in found}
 
 
 def write(new: Record, file: pathlib.Path = FILE) -> None:
-    """Put a record in the place of its suite's."""
+    """Replace the record of a suite."""
     found = {**read(file), new.suite: new}
     lines = (json.dumps(dataclasses.asdict(found[name])) for name in SUITES if name in found)
     file.write_text("".join(line + "\n" for line in lines))
@@ -115,7 +115,7 @@ def _wrapped(text: str) -> str:
 
 
 def table() -> str:
-    """The records, as a table of the page about them, and a list of the files below it."""
+    """Return the records as the table in docs/peer-tests.md, and the list of files below it."""
     found = [(SUITES[name], each) for name, each in read().items()]
     return "\n".join(
         [
@@ -129,5 +129,5 @@ def table() -> str:
 
 
 def not_run_list() -> str:
-    """The files that are not run, as a list on the same page."""
+    """Return the list, on the same page, of files that are not run."""
     return "\n".join(_wrapped(f"- `{file}`: {why}") for file, why in NOT_RUN.items())

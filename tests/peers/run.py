@@ -1,4 +1,4 @@
-"""Running a suite in a process of its own."""
+"""Running a suite in a separate process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import xml.etree.ElementTree as ElementTree
 
 from tests.peers.suites import Suite
 
-# References run once each: most of the time would go to optimizing them.
+# Each reference runs only once: otherwise most of the time would go to optimizing them.
 FAST = "--xla_backend_optimization_level=0"
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The outcome of a suite's tests: counts, the reasons of those skipped, and the log."""
+    """The outcome of a suite's tests: counts, reasons for skips, and the log."""
 
     passed: int
     failed: int
@@ -30,10 +30,10 @@ class Report:
 
 
 def run(suite: Suite, folder: pathlib.Path, *, timeout: float = 3000) -> Report:
-    """Run a suite's files with jattn in the place of the kernel that they test."""
+    """Run a suite's files with jattn instead of the kernel that they test."""
     with tempfile.TemporaryDirectory() as scratch:
         results = pathlib.Path(scratch) / "results.xml"
-        # Apart from their package, which may be called `tests` as ours is.
+        # Copy them out of their package, which may be called `tests` like ours.
         files = [shutil.copy(folder / file, scratch) for file in suite.files]
         environment = {
             **os.environ,
@@ -43,14 +43,14 @@ def run(suite: Suite, folder: pathlib.Path, *, timeout: float = 3000) -> Report:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", FAST),
-            # JAX's own tests fail where they find a cache that they have not made.
+            # JAX's own tests fail if there is a cache that they did not create.
             "JAX_ENABLE_COMPILATION_CACHE": "false",
         }
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull]
         command += ["-p", "tests.peers.sample", "-p", f"tests.peers.{suite.plugin}"]
         command += [f"--junitxml={results}", "--rootdir", scratch, "--noconftest"]
         command += ["-k", suite.select, *files]
-        with (pathlib.Path(scratch) / "log").open("w+") as file:  # to be looked at as it grows
+        with (pathlib.Path(scratch) / "log").open("w+") as file:  # can be read while tests run
             both = {"stdout": file, "stderr": subprocess.STDOUT}
             subprocess.run(command, env=environment, cwd=ROOT, timeout=timeout, check=False, **both)
             file.seek(0)

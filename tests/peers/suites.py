@@ -1,4 +1,4 @@
-"""Which files of which project, and why some of their tests do not apply."""
+"""Which test files of which project run, and why some of their tests do not apply."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Suite:
     Attributes:
       name: of the suite, and of the function in `plugin` that replaces the peer's kernel.
       source: where the files come from.
-      files: their paths in it.
-      select: `-k` of pytest: what applies.
-      leaves_out: what does not apply and why, as docs/peer-tests.md says it.
-      at_least: tests that must pass, so that a suite which collects nothing fails.
-      every: 1 runs all that applies, n a sample of about one in n, always the same.
+      files: their paths in the source.
+      select: pytest's `-k`, which selects the tests that apply.
+      leaves_out: what does not apply and why, for docs/peer-tests.md.
+      at_least: how many tests must pass, so that a suite that collects nothing fails.
+      every: 1 runs all that applies, n a sample of about one test in n, always the same.
       plugin: the module of `tests.peers` that replaces the kernel.
       needs: modules that the files import.
     """
@@ -81,7 +81,7 @@ SUITES = {
             JAX,
             ("tests/pallas/gpu_paged_attention_test.py",),
             "Interpret",
-            "cases without interpret mode, which want a GPU; those of `sample_product` that "
+            "cases without interpret mode, which need a GPU; those of `sample_product` that "
             "quantize neither keys nor values skip themselves",
             17,
         ),
@@ -90,8 +90,8 @@ SUITES = {
             JAX,
             ("tests/pallas/tpu_paged_attention_kernel_test.py",),
             "PagedAttentionKernelTest",
-            "`megacore_mode`, which divides work between the cores of a TPU; tests of the "
-            "reference alone",
+            "`megacore_mode`, which divides work between the cores of a TPU; tests that cover only "
+            "the reference",
             280,
         ),
         Suite(
@@ -100,7 +100,7 @@ SUITES = {
             ("tests/pallas/tpu_ragged_paged_attention_test.py",),
             "not int4 and not int8",
             "pages of int4 and int8, with scales or without: `tpu_ragged_paged_attention` takes "
-            "floats",
+            "only floats",
             150,
         ),
         Suite(
@@ -134,7 +134,7 @@ SUITES = {
             TPU_INFERENCE,
             ("tests/kernels/ragged_kv_cache_update_v2_test.py",),
             "not invalid_inputs",
-            "the messages of the original's checks",
+            "tests of the original's error messages",
             40,
         ),
         Suite(
@@ -150,7 +150,7 @@ SUITES = {
             VLLM,
             ("tests/kernels/attention/test_triton_unified_attention.py",),
             "not 32768 and not seq_lens3 and not clamped_mm and not softcap_does_not",
-            "tile bounds and the soft cap of a Triton kernel, tested alone; images inside chunks; "
+            "unit tests of a Triton kernel's tile bounds and soft cap; images inside chunks; "
             "533 sequences of 533 tokens, and pools of gigabytes",
             30,
             every=24,
@@ -162,8 +162,8 @@ SUITES = {
             VLLM,
             ("tests/kernels/attention/test_merge_attn_states.py",),
             "not stand_in and not 1536 and not 4096",
-            "the largest sizes, which take minutes each, because every call is repeated 22 times. "
-            "Another kernel is the judge in the file; its formula in PyTorch takes that place",
+            "the largest sizes, which take minutes each because every call is repeated 22 times. "
+            "The file compares with another kernel, which its formula in PyTorch replaces here",
             20,
             every=72,
             plugin="torch_kernels",
@@ -174,9 +174,8 @@ SUITES = {
             VLLM_WITH_CASCADES,
             ("tests/kernels/attention/test_cascade_flash_attn.py",),
             "not 3-2048",
-            "the cases of a third version of FlashAttention, which are the same for jattn. A "
-            "kernel for GPUs is the judge of the cascades in the file; causal attention in "
-            "PyTorch, float32, takes that place",
+            "the cases of FlashAttention 3, which are the same for jattn. The file compares "
+            "cascades with a GPU kernel, which causal attention in PyTorch, float32, replaces here",
             40,
             every=3,
             plugin="torch_kernels",
@@ -200,8 +199,8 @@ SUITES = {
             "kvcache and (False-None-0.0 or False-1-0.0 or False-4-0.0 or False-128-0.0) and not "
             "(False-True-False-m or False-True-False-g or False-True-True-m or False-True-True-g) "
             "and not 3577 and not 20000",
-            "caches with padding on the left; windows that reach further to one side than to the "
-            "other; rotary embeddings, which a step applies before the call; the two longest "
+            "caches with padding on the left; windows of different lengths to the left and to the "
+            "right; rotary embeddings, which a step applies before the call; the two longest "
             "caches, which take minutes each",
             30,
             every=300,
@@ -216,7 +215,7 @@ SUITES = {
                 for name in FLASHINFER_MERGES + FLASHINFER_PAGED
             ),
             "",
-            "tests whose reference is another kernel of FlashInfer",
+            "tests that compare with another kernel of FlashInfer",
             10,
             plugin="torch_kernels",
             needs=("torch",),
@@ -224,28 +223,28 @@ SUITES = {
     )
 }
 
-# Files of tpu-inference's wheel about attention that are not run, and why.
+# Files about attention in tpu-inference's wheel that are not run, and why.
 NOT_RUN = {
     "kernels/rpa_v3_cp/ragged_paged_attention_kernel_cp_test.py": (
         "arguments of one rank of a context-parallel prefill (`cp_rank`, `q_pos_offsets`, "
-        "`kv_cache_lens`) and caches whose tokens are dealt to ranks in turn, which "
-        "`jattn.integrations.rpa` does not take"
+        "`kv_cache_lens`) and caches interleaved over ranks, which `jattn.integrations.rpa` does "
+        "not take"
     ),
     "kernels/stacked_rpa/stacked_rpa_kv_writeback_test.py": (
         "caches with the tokens of a page along the last axis, a layout that jattn does not take"
     ),
     "kernels/stacked_rpa/stacked_rpa_test.py": "block sizes and masks inside a TPU kernel",
     "kernels/flash_attention_kernel_test.py": (
-        "the memory that a TPU kernel needs; no attention is computed"
+        "the memory that a TPU kernel needs, without computing attention"
     ),
     "kernels/mla_tuned_vs_baseline_test.py": (
-        "times of one TPU kernel with two tunings, from version 7 on"
+        "timings of one TPU kernel with two tunings, on TPU version 7 or newer"
     ),
     "kernels/deepseek_v4/*_test.py": (
-        "kernels of one model with arguments of their own, for which `jattn.integrations.rpa` has "
-        "no functions"
+        "kernels of one model with special arguments, for which `jattn.integrations.rpa` has no "
+        "functions"
     ),
     "layers/common/test_attention_backend.py": (
-        "how backends are found, with fake ones; `pytest -m hosts` finds and runs jattn's"
+        "how backends are found, with fake ones; `pytest -m hosts` finds and runs jattn's backend"
     ),
 }

@@ -1,4 +1,4 @@
-"""Every suite of the peers passes with jattn in the place of its kernel."""
+"""Every suite of the peers passes with jattn instead of its kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHE = pathlib.Path(tempfile.gettempdir()) / "jattn-peers"
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_peer_s_tests_pass(name):
+def test_a_suite_passes(name):
     suite = SUITES[name]
     try:
         folder = fetch.sources(suite, CACHE)

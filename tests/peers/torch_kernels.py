@@ -1,8 +1,8 @@
-"""A plugin of pytest that puts jattn in the place of kernels that PyTorch calls on GPUs.
+"""A pytest plugin that replaces kernels that PyTorch calls on GPUs with jattn.
 
-`JATTN_PEER` names the function that does so. The files import packages that want a GPU and are not
-installed: modules that stand in for them hold the functions that the tests call. What the tests put
-on "cuda" stays on the CPU, where their references run.
+`JATTN_PEER` names the function that does so. The test files import packages that need a GPU and are
+not installed: stand-in modules provide the functions that the tests call. Tensors that tests put on
+"cuda" stay on the CPU, where the references run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FP8 = {torch.float8_e4m3fn: jattn.Fp8("e4m3"), torch.float8_e5m2: jattn.Fp8("e5m
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda", or on device 0, are made on the CPU."""
+    """Creates tensors on the CPU that tests ask for on "cuda" or on device 0."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -54,8 +54,10 @@ def to_torch(x: jax.Array) -> torch.Tensor:
 
 
 def to_cache(x: torch.Tensor, descale: torch.Tensor | None, layout: str = "NHD") -> Any:
-    """A torch cache [N, S, K, D] as jattn reads it, and its scale: one per sequence and head in
-    the tests, and the same in every sequence."""
+    """Convert a torch cache [N, S, K, D] to jattn's, with its scale.
+
+    The tests have a scale per sequence and head, which is the same in every sequence.
+    """
     if x.dtype not in FP8:
         assert descale is None
         return to_jax(x)
@@ -69,7 +71,7 @@ def to_cache(x: torch.Tensor, descale: torch.Tensor | None, layout: str = "NHD")
 
 
 def module(name: str, **names: Any) -> types.ModuleType:
-    """A module, and the packages around it, that stand in for one that is not installed."""
+    """Install a stand-in for a module that is not installed, and for the packages around it."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         path = ".".join(parts[:i])
@@ -94,7 +96,7 @@ def _vllm() -> None:
         seed_everything = staticmethod(torch.manual_seed)
 
     module("vllm.platforms", current_platform=Platform)
-    # Decorated kernels of Triton are left as functions that are never called.
+    # Decorated Triton kernels stay plain functions, which are never called.
     language = types.SimpleNamespace(constexpr=None)
     module("vllm.triton_utils", tl=language, triton=types.SimpleNamespace(jit=lambda f: f))
     module("vllm.utils.math_utils", next_power_of_2=lambda n: 1 << (n - 1).bit_length())
@@ -114,7 +116,7 @@ def unified_attention(
     block_table, softcap, q_descale, k_descale, v_descale, output_scale=None, kv_quant_mode=None,
     **others,
 ):  # fmt: skip
-    """vLLM's, by `jattn.paged_attention`. 8-bit queries are widened before the call."""
+    """Run vLLM's `unified_attention` by `jattn.paged_attention`, widening 8-bit queries first."""
     unknown = {
         name
         for name, x in others.items()
@@ -157,8 +159,10 @@ def merge_by_jattn(
     output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None,
     prefill_tokens_with_context=None, output_scale=None,
 ):  # fmt: skip
-    """vLLM's `merge_attn_states`: states [T, H, V] with lse [H, T], where inf means no keys too.
-    Only the first `prefill_tokens_with_context` tokens have a prefix; the others are copied."""
+    """Run vLLM's `merge_attn_states`: states [T, H, V] with lse [H, T]; inf also means no keys.
+
+    Only the first `prefill_tokens_with_context` tokens have a prefix; the others are copied.
+    """
     count = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
     lses = [lse.masked_fill(lse == math.inf, -math.inf) for lse in (prefix_lse, suffix_lse)]
     states = zip((prefix_output, suffix_output), lses, strict=True)
@@ -176,8 +180,10 @@ def scaled_fp8_quant(x: torch.Tensor, scale: torch.Tensor):
 
 
 def vllm_merge_attn_states() -> None:
-    """vLLM's two kernels are compared with each other: one is jattn, the other is replaced by the
-    formula in PyTorch that the file itself has."""
+    """Replace vLLM's two kernels, which the tests compare with each other.
+
+    One becomes jattn, the other the formula in PyTorch that the file has.
+    """
 
     def stand_in(output, *given):
         (test,) = (x for name, x in sys.modules.items() if name == "test_merge_attn_states")
@@ -231,7 +237,7 @@ def cascade_by_jattn(
 def dense_attention(
     q, k, v, cu_seqlens_q, seqused_k, softmax_scale, block_table, softcap, **others
 ):
-    """Causal attention in PyTorch, float32: the file's own judge is a kernel for GPUs."""
+    """Compute causal attention in PyTorch, float32: the file's own reference is a GPU kernel."""
     outs = []
     starts = cu_seqlens_q.tolist()
     block_size, kv_heads = k.shape[1:3]
@@ -269,7 +275,7 @@ def vllm_cascade() -> None:
 
 
 def combine_by_jattn(out_partial, lse_partial, out=None, out_dtype=None):
-    """FlashAttention's combine of splits [splits, ..., V], by one merge after another."""
+    """Run FlashAttention's combine of splits [splits, ..., V] as a sequence of merges."""
     lse = jnp.full(lse_partial.shape[1:], -jnp.inf, jnp.float32)
     out = jnp.zeros(out_partial.shape[1:], jnp.float32)
     for i in range(out_partial.shape[0]):
@@ -283,7 +289,7 @@ def kvcache_by_jattn(
     max_seqlen_q=None, causal=False, window_size=(-1, -1), attention_chunk=0,
     return_softmax_lse=False, **others,
 ):  # fmt: skip
-    """FlashAttention's decode over caches [B, S, K, D], one block a sequence, or over pages."""
+    """Run FlashAttention's decode over caches [B, S, K, D], a block per sequence, or over pages."""
     assert qv is None
     assert cache_leftpad is None
     assert window_size == (-1, -1)
@@ -354,7 +360,7 @@ flash_attention_combine = flash_attention_kvcache = _flash_attention
 
 
 def merge_state(v_a, s_a, v_b, s_b):
-    """FlashInfer's: its lse is in base 2."""
+    """Run FlashInfer's `merge_state`, whose lse is in base 2."""
     v, s = merge(to_jax(v_a), to_jax(s_a * LOG2), to_jax(v_b), to_jax(s_b * LOG2))
     return to_torch(v), to_torch(s) / LOG2
 
@@ -393,7 +399,7 @@ def append_paged_kv_cache(
 
 
 def tables_and_lengths(indptr, indices, last_page_len, block_size):
-    """Rows of pages, one after another, as a rectangle of block ids."""
+    """Turn concatenated rows of pages into a rectangle of block ids."""
     counts = indptr.diff()
     tables = torch.zeros(len(counts), max(int(counts.max()), 1), dtype=torch.int32)
     for b, count in enumerate(counts.tolist()):
@@ -426,7 +432,7 @@ class Decode:
 
 
 class Cascade(Decode):
-    """FlashInfer's `MultiLevelCascadeAttentionWrapper`, of one level."""
+    """FlashInfer's `MultiLevelCascadeAttentionWrapper` with one level."""
 
     def __init__(self, levels, workspace, kv_layout):
         assert levels == 1

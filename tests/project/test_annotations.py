@@ -1,4 +1,4 @@
-"""Types of documented names: `Any` only where no type can be said, and why."""
+"""Types of documented names: `Any` only where there is no better type, with the reason."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import jattn
 from tests.project.test_imports import FILES, MODULES, part_of
 
 ROOT = pathlib.Path(jattn.__file__).parent.parent
-# The whole of an argument's or alias's type, and why.
-_XP = "numpy, jax.numpy, or in a kernel what has a few functions of theirs"
+# Arguments and aliases whose whole type may be `Any`, and why.
+_XP = "numpy, jax.numpy, or in a kernel an object with a few of their functions"
 ALLOWED = {
     "Array": "an alias of spec, which says why",
     **dict.fromkeys(("key_range.xp", "broken_promises.xp", "path_bits.xp", "tree_path.xp"), _XP),
     **dict.fromkeys(("relative_index.xp", "transform_logits.xp", "selected_columns.xp"), _XP),
-    "KVArray.replace.changes": "fields by name, as dataclasses.replace has them",
+    "KVArray.replace.changes": "fields by name, as in dataclasses.replace",
     "KVRows.replace.changes": "likewise",
 }
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
@@ -27,7 +27,7 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 @functools.cache
 def definitions(path: pathlib.Path) -> dict[str, Definition]:
-    """The public names that a file defines; the last definition of one with overloads."""
+    """Return the public names that a file defines; of overloads, the last definition."""
     found: dict[str, Definition] = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -38,7 +38,7 @@ def definitions(path: pathlib.Path) -> dict[str, Definition]:
 
 
 def documented() -> list[tuple[str, Definition]]:
-    """Definitions that the pages of the reference show: names, and the public names of modules."""
+    """Return definitions shown in the reference pages: names, and public names of modules."""
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     outside = [path for path in FILES if part_of(path) not in ("cpu", "pallas")]
     shown = []
@@ -58,7 +58,7 @@ def documented() -> list[tuple[str, Definition]]:
 
 
 def untyped(name: str, node: ast.AST) -> list[str]:
-    """The arguments, results, fields and aliases of a definition whose type has `Any` in it."""
+    """Return arguments, results, fields and aliases of a definition whose type contains `Any`."""
 
     def says_any(part: ast.AST | None) -> bool:
         return part is not None and any(
@@ -87,7 +87,7 @@ def untyped(name: str, node: ast.AST) -> list[str]:
 
 def test_documented_names_have_types():
     found = {argument for name, node in documented() for argument in untyped(name, node)}
-    assert found == set(ALLOWED), "say the type, or in ALLOWED why there is none"
+    assert found == set(ALLOWED), "give the type, or explain in ALLOWED why there is none"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report of what tests compile finds what is compiled twice."""
+"""The log of what tests compile: its report finds programs that are compiled twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docstring examples run, and so do code, tables and charts of README and docs."""
+"""Examples in docstrings, README and docs run; tables, charts, links and names are up to date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_PAGES = sorted((ROOT / "tests").rglob("*.md")) + sorted((ROOT / "benchmark
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
-    # The examples of blocks share a namespace, and have a test of their own.
+    # The examples of blocks share a namespace, and tests/blocks runs them.
     if not module.name.startswith("jattn.blocks")
 )
 PUBLIC = (
@@ -58,7 +58,7 @@ def test_the_reference_has_every_public_name(module):
 
 
 def run(page: str) -> dict:
-    """Run every Python block of a page in turn, in one namespace, as a reader would paste them."""
+    """Run all Python blocks of a page in order, in one namespace, as if a reader pasted them."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
     namespace = {"__name__": page, "blocks": blocks}
     for block in blocks:
@@ -71,7 +71,7 @@ def test_readme_code_runs():
 
 
 def test_the_page_about_masks_runs():
-    """The option that each block shows makes it differ from plain attention."""
+    """And the option that each block shows changes the result of plain attention."""
     namespace = run("docs/masks.md")
     for name in ("both_ways", "drafted", "selected", "biased", "per_token"):
         assert np.isfinite(namespace[name]).all(), name
@@ -113,7 +113,7 @@ def test_tables_and_charts_are_made_from_the_rows_and_results():
         assert path.read_text() == text, f"{path}: run `python -m benchmarks.pages`"
 
 
-def test_means_are_those_of_the_whole_suite():
+def test_means_in_the_pages_are_of_the_whole_suite():
     rows = tables.read_rows(tables.FILES)
     assert {row["name"] for row in rows} == {w.name for w in workloads.suite()}
     assert all(row["ratio"] == row["peer_median_ms"] / row["median_ms"] for row in rows)
@@ -121,7 +121,7 @@ def test_means_are_those_of_the_whole_suite():
     newer, older = (tables.read_rows([file]) for file in tables.ZEN4_FILES.values())
     zen3, zen3_older = (tables.read_rows([file]) for file in tables.ZEN3_FILES.values())
     zen5, zen5_older = (tables.read_rows([file]) for file in tables.ZEN5_FILES.values())
-    # In a jitted step, jattn's time less vLLM's.
+    # jattn's time minus vLLM's, in a jitted step.
     zens, xeon = (
         [row["median_ms"] - row["peer_median_ms"] for row in calm if row["group"] == "short"]
         for calm in map(
@@ -230,7 +230,7 @@ def test_the_page_of_transformers_models_is_made_from_the_census():
 
 
 def test_the_core_of_the_engine_fits():
-    """The files that a reader needs to follow a step."""
+    """These are the files that a reader needs to follow a step."""
     core = [f"examples/engine/{name}.py" for name in ("engine", "scheduler", "step", "blocks")]
     assert sum(len((ROOT / path).read_text().splitlines()) for path in core) < 1500
 

@@ -1,7 +1,6 @@
 """Imports go one way, and importing jattn starts nothing.
 
-Directions are read from the source, so that an import inside a function or for a type checker
-counts too.
+Imports are read from the source, so those inside functions or for a type checker count too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jattn
 from tests.support import processes
 
 ROOT = pathlib.Path(jattn.__file__).parent
-# A module may import from lower levels.
+# A module may import only from lower levels.
 LEVELS = (
     {"checks", "device", "serialization", "varying"},
     {"integers", "pytrees"},
@@ -42,13 +41,13 @@ MODULES = {
 
 
 def part_of(path: pathlib.Path) -> str:
-    """The part of the package a file belongs to: its module or its folder."""
+    """Return the part of the package that a file belongs to: its module or its folder."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 @functools.cache
 def imports(path: pathlib.Path) -> set[str]:
-    """The absolute names a file imports, `from a import b` as `a.b`."""
+    """Return the absolute names that a file imports, with `from a import b` as `a.b`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -60,7 +59,7 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 def parts_imported(path: pathlib.Path) -> set[str]:
-    """The parts of jattn a file imports."""
+    """Return the parts of jattn that a file imports."""
     return {name.split(".")[1] for name in imports(path) if name.startswith("jattn.")}
 
 
@@ -73,22 +72,22 @@ def test_imports_go_down(path):
     part = part_of(path)
     assert part in LEVEL, f"{part} has no place in the order of parts"
     for other in parts_imported(path) - {part}:
-        assert other in LEVEL, f"{path.name} imports jattn.{other}, which is no part"
+        assert other in LEVEL, f"{path.name} imports jattn.{other}, which is in no level"
         down = LEVEL[other] < LEVEL[part]
-        assert down, f"{ids(path)} ({part}) imports {other}: a step back or sideways"
+        assert down, f"{ids(path)} ({part}) imports {other}, which is not on a lower level"
 
 
 def modules_imported(path: pathlib.Path) -> set[str]:
-    """The modules of jattn a file imports; `jattn.formats.Fp8` comes from `jattn.formats`."""
+    """Return the modules of jattn that a file imports; `jattn.formats.Fp8` is `jattn.formats`."""
     names = {name if name in MODULES else name.rpartition(".")[0] for name in imports(path)}
     return names & set(MODULES) - {"jattn"}
 
 
-def test_modules_do_not_import_in_circles():
-    """Inside folders too: a package's own modules import one another, never the package."""
+def test_modules_do_not_import_in_cycles():
+    """Inside folders too: modules of a package import each other, never the package."""
     graph = {module: modules_imported(path) for module, path in MODULES.items()}
     assert graph["jattn.cpu.xla.decode"] >= {"jattn.call", "jattn.cpu.xla.kv_loop"}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
@@ -102,8 +101,8 @@ def test_optional_packages_are_imported_where_they_belong(path):
     assert not (roots & {"flax", "triton", "jax_triton", "torch", "tests", "examples"}) - allowed
 
 
-def test_the_order_is_of_what_is_there():
-    """Every part has a file: a renamed one must not leave its rule behind."""
+def test_every_part_in_the_order_exists():
+    """Every part has a file: renaming one must not leave its rule behind."""
     there = {part_of(path) for path in FILES}
     assert set(LEVEL) <= there
 

@@ -1,4 +1,4 @@
-"""The tool that plants bugs: every mutant is Python, and another program than the source."""
+"""The tool that plants bugs: every mutant is valid Python and differs from the source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPEC = mutation.ROOT / "jattn" / "spec.py"
 
 
 @pytest.mark.extended
-def test_every_mutant_is_another_program():
+def test_every_mutant_is_a_different_program():
     source = SPEC.read_text()
     found = mutation.mutants(SPEC)
     assert len(found) > 50

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, without Jupyter and without a network."""
+"""Every notebook runs from its first cell to its last, without Jupyter or a network."""
 
 import ast
 import contextlib
@@ -33,7 +33,7 @@ def sources(name: str, kind: str) -> list[str]:
 
 
 def run(name: str, monkeypatch) -> tuple[dict, str]:
-    """Execute a notebook's code as a module of its own: what it defined and what it printed."""
+    """Execute a notebook's code as a module; return what it defined and what it printed."""
     for variable in ("HF_TOKEN", "JATTN_NOTEBOOK_ON_CPU"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -144,7 +144,7 @@ def test_gemma4_finds_its_clone_after_a_restart(monkeypatch, tmp_path):
 
 
 def test_gemma4_says_what_it_leaves_out(monkeypatch):
-    """The program's arguments are read and its model is loaded; `extended` runs serve it too."""
+    """The program parses its arguments and loads its model; `extended` runs also serve it."""
 
     def main(arguments):
         options = options_parser().parse_args(arguments)
@@ -157,7 +157,7 @@ def test_gemma4_says_what_it_leaves_out(monkeypatch):
     assert "skipped: " in printed.splitlines()[-1]
 
 
-def test_without_a_network_the_download_is_skipped_in_words(monkeypatch, capsys):
+def test_without_a_network_the_download_is_skipped_with_a_reason(monkeypatch, capsys):
     hub = types.ModuleType("huggingface_hub")
     hub.__spec__ = importlib.util.spec_from_loader("huggingface_hub", None)
 

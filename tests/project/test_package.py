@@ -1,4 +1,4 @@
-"""The contents of an installed jattn: every module, the native kernel's sources, and `py.typed`."""
+"""The contents of an installed jattn: all modules, the native kernel's sources, and `py.typed`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("setuptools", minversion="77", reason="building needs setupt
 
 
 def copy_checkout(folder: pathlib.Path) -> None:
-    """Copy the files that jattn is installed from, without what was built."""
+    """Copy the files that jattn is installed from, without build results."""
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(processes.ROOT / name, folder)
     for name in ("build_backend", "jattn"):
@@ -30,14 +30,14 @@ def copy_checkout(folder: pathlib.Path) -> None:
 
 
 def build(checkout: pathlib.Path, kind: str, folder: pathlib.Path, **environment: str) -> None:
-    """Have the build backend put a `kind`, "sdist" or "wheel", into a folder."""
+    """Make the build backend put a `kind`, "sdist" or "wheel", into a folder."""
     code = f"import jattn_build; jattn_build.build_{kind}({str(folder)!r})"
     paths = {"PYTHONPATH": str(checkout / "build_backend")}
     processes.python(code, folder=checkout, **paths, **environment)
 
 
 def files_of(wheel: pathlib.Path) -> set[str]:
-    """The files that a wheel installs."""
+    """Return the files that a wheel installs."""
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     return {name for name in names if ".dist-info/" not in name}
@@ -61,7 +61,7 @@ def test_every_file_is_in_the_wheel_of_a_source_distribution(tmp_path):
     assert {name.split("/")[0] for name in built} == {"jattn"}
 
 
-# A compiler that compiles a source to its name, and links names to a list of them.
+# A fake compiler: an object file holds its source's name, and a library the names of its objects.
 COMPILER = """
 import pathlib, sys
 words = sys.argv[1:]
@@ -92,13 +92,13 @@ def test_a_wheel_with_the_library_is_for_its_platform_and_every_python(tmp_path)
     assert {"kernel.cc", "few_rows.cc", "schedule.cc", "update.cc", "ffi.cc"} == set(linked)
 
     [kept] = checkout.glob("build/lib*/jattn")
-    (kept / "gone.py").touch()  # what the checkout had at the first build is not installed again
+    (kept / "gone.py").touch()  # a stale file of the first build must not be installed again
     build(checkout, "wheel", tmp_path, CXX=command, JATTN_NATIVE="require")
     assert "jattn/gone.py" not in files_of(wheel)
 
 
 class NoCompiler:
-    """A virtual environment on a machine without a C++ compiler, and the wheels of an index."""
+    """A virtual environment without a C++ compiler, and a local index of wheels."""
 
     def __init__(self, folder: pathlib.Path):
         self.checkout, self.index = folder / "checkout", folder / "index"
@@ -106,7 +106,7 @@ class NoCompiler:
         copy_checkout(self.checkout)
         self.python = folder / "venv" / "bin" / "python"
         self.environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PYTHONPATH")}
-        self.environment["PATH"] = str(self.python.parent)  # no compiler, and no shell either
+        self.environment["PATH"] = str(self.python.parent)  # neither a compiler nor a shell
         self.environment["ZIG_GLOBAL_CACHE_DIR"] = str(folder / "zig")
         self.run(sys.executable, "-m", "venv", self.python.parents[1], seconds=120)
 
@@ -122,17 +122,17 @@ class NoCompiler:
         )
 
     def download(self, *packages: str) -> None:
-        """From PyPI into the index."""
+        """Download packages from PyPI into the index."""
         command = ("-m", "pip", "download", "-q", "--no-deps", "-d", self.index, *packages)
         try:
             done = self.run(self.python, *command, seconds=300)
         except subprocess.TimeoutExpired:
-            pytest.skip(f"PyPI did not send {', '.join(packages)} within 300 seconds")
+            pytest.skip(f"PyPI did not provide {', '.join(packages)} within 300 seconds")
         if done.returncode:
             pytest.skip(f"PyPI cannot be reached: {done.stderr.strip().splitlines()[-1]}")
 
     def install(self, *options: str, **more: str) -> str:
-        """Reinstall jattn, with what the index has for the build. Returns what pip printed."""
+        """Reinstall jattn, building with packages of the index, and return pip's output."""
         command = ("-m", "pip", "install", "--no-deps", "--force-reinstall", *options)
         offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
         done = self.run(self.python, *command, self.checkout, seconds=1500, **offline, **more)
@@ -140,7 +140,7 @@ class NoCompiler:
         return done.stdout + done.stderr
 
     def explained(self) -> str:
-        """The native kernel's line from the installed jattn, with the JAX that runs this."""
+        """Return the native kernel's line of `explain`, from the installed jattn and our JAX."""
         code = f"""
 import sys
 sys.path.append({sysconfig.get_paths()["purelib"]!r})
@@ -166,7 +166,7 @@ def no_compiler(tmp_path_factory):
 
 WARNING = "jattn's native kernel was not built: no C++ compiler"
 posix = pytest.mark.skipif(
-    sys.platform not in ("linux", "darwin"), reason="ziglang is not asked for"
+    sys.platform not in ("linux", "darwin"), reason="ziglang is not used on this platform"
 )
 
 
@@ -174,7 +174,7 @@ posix = pytest.mark.skipif(
 @pytest.mark.extended
 @pytest.mark.parametrize("skip", [False, True])
 def test_without_a_compiler_and_without_ziglang_it_is_pure_python(no_compiler, skip):
-    """The index has no ziglang; or nothing is to be built, of which nothing is said."""
+    """The index has no ziglang, or building is turned off, which gives no warning."""
     said = no_compiler.install("-v", **({"JATTN_NATIVE": "skip"} if skip else {}))
     assert said.count(WARNING) == (0 if skip else 1), said
     assert said.count("native kernel") == said.count(WARNING)
@@ -188,7 +188,7 @@ def test_without_a_compiler_and_without_ziglang_it_is_pure_python(no_compiler, s
 @pytest.mark.rotated
 @pytest.mark.long
 def test_without_a_compiler_ziglang_from_pypi_builds_the_library(no_compiler):
-    """Minutes: 100 MB are fetched, and C++'s library is compiled, too."""
+    """Takes minutes: it downloads 100 MB, and also compiles the C++ standard library."""
     no_compiler.download("ziglang")
     said = no_compiler.install()
     assert WARNING not in said

@@ -1,4 +1,4 @@
-"""The counts of peers' tests in docs/peer-tests.md are those of committed runs."""
+"""The counts of peers' tests in docs/peer-tests.md come from committed runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.peers.suites import SUITES, Checkout
 def test_a_suite_has_a_record_of_a_run_that_passed(name):
     suite, found = SUITES[name], records.read()[name]
     assert found.failed == 0
-    assert found.every <= suite.every, "a smaller sample than the usual one"
+    assert found.every <= suite.every, "the record is of a smaller sample than usual"
     assert found.passed >= suite.at_least
     assert found.files == suite.files
     assert (found.torch is not None) == ("torch" in suite.needs)
     if not isinstance(suite.source, Checkout):
-        assert found.version == suite.source.version, "another version than the suite names"
+        assert found.version == suite.source.version, "the record is of another version"
 
 
 def test_a_record_replaces_that_of_its_suite(tmp_path):
-    """And the other lines stay, in the order of the suites."""
+    """The other lines stay, in the order of the suites."""
     file, names = tmp_path / "records.jsonl", [*SUITES][2:5]
     for name in (names[1], names[2], names[0]):
         report = run.Report(passed=7, failed=0, skipped={"not here": 2}, log="")

@@ -22,9 +22,9 @@ CPP = sorted(
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Jargon for what the glossary has words for: chunk, part, contender, local, read, implementation.
+# Jargon; the glossary has better words: chunk, part, contender, local, read, implementation.
 WORDS = "slab slabs piece pieces beside look looks side sides halves tame tames anew few_k"
-# These are jargon in names alone: a text may say "a row of its own" and "who may send requests".
+# These are jargon only in names: a text may say "a row of its own" and "who may send requests".
 NAMES = f"{WORDS} own who"
 # Names that may stay, by file.
 ALLOWED = {
@@ -32,13 +32,13 @@ ALLOWED = {
     ("benchmarks/serving/__main__.py", "own"): "a key of stored records",
     ("examples/text.py", "piece"): "what a tokenizer calls the text of a token",
 }
-# Phrases that may stay in texts, in pages and in C++, where they are ordinary English.
+# Phrases that may stay in texts, pages and C++, because they are ordinary English there.
 PHRASES = re.compile("side by side")
 IN_PAGES = re.compile(
     r"side by side|(both|either|one)\s+sides?|median of a side|looks?\s+(up|for)", re.I
 )
 IN_CPP = re.compile("side by side|looks up|halves")  # of registers, vectors and words
-# What is no code: strings and comments, of which docstrings have three quotes.
+# Strings and comments; docstrings are the strings with three quotes.
 NO_CODE = re.compile(
     r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"'
     r"|'(?:\\.|[^'\\\n])*'|#[^\n]*",
@@ -50,7 +50,7 @@ IN_NAMES = frozenset(NAMES.split())
 
 @functools.cache
 def is_banned(name: str) -> bool:
-    """Whether a name has a banned word; that of a test is a sentence, so a text."""
+    """Whether a name has a banned word; a test's name is a sentence, so it is checked as text."""
     if name.startswith("test_"):
         return bool(IN_TEXTS.search(PHRASES.sub("", name.replace("_", " "))))
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
@@ -58,7 +58,7 @@ def is_banned(name: str) -> bool:
 
 
 def names_in(source: str) -> list[tuple[int, str]]:
-    """What a file gives a name to, with the line: another library's names are not its choice."""
+    """Return names that a file introduces, with their lines, but not those of other libraries."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -74,7 +74,7 @@ def names_in(source: str) -> list[tuple[int, str]]:
 
 
 def banned_in(source: str, path: str) -> list[str]:
-    """Where a file has a banned word."""
+    """Return where a file has a banned word."""
     found = []
     if any(map(is_banned, set(re.findall(r"[A-Za-z_]\w*", NO_CODE.sub("", source))))):
         found += [
@@ -91,18 +91,18 @@ def banned_in(source: str, path: str) -> list[str]:
 
 
 def blank(text: re.Match[str]) -> str:
-    """As many lines with nothing on them."""
+    """Replace a match by as many empty lines."""
     return "\n" * text[0].count("\n")
 
 
 def banned_in_page(source: str, path: str) -> list[str]:
-    """Where a page has a banned word, other than in code."""
+    """Return where a page has a banned word outside code."""
     prose = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->", blank, source, flags=re.S | re.M)
     return banned_in_texts(IN_PAGES.sub(blank, prose), path)
 
 
 def banned_in_cpp(source: str, path: str) -> list[str]:
-    """Where a comment in C++ has a banned word."""
+    """Return where a comment in C++ has a banned word."""
     comments = re.sub(r"^((?!//).)*", "", source, flags=re.M)
     return banned_in_texts(IN_CPP.sub("", comments), path)
 
@@ -123,8 +123,8 @@ def test_banned_words_are_not_used():
     assert not found, "\n".join(found)
 
 
-def test_what_is_allowed_is_there():
-    """A name that has gone leaves the list."""
+def test_allowed_names_exist():
+    """A name that no longer exists must leave the list."""
     for path, name in ALLOWED:
         assert name in {given for _, given in names_in((ROOT / path).read_text())}, (path, name)
 

@@ -1,15 +1,15 @@
-"""Plant one-line bugs in the core, one at a time, and see which the tests notice.
+"""Plant one-line bugs in the core, one at a time, and check whether the tests find them.
 
     python -m tests.tools.mutation                          # 60 mutants drawn from all files below
-    python -m tests.tools.mutation --files spec softmax     # of these files only
-    python -m tests.tools.mutation --count 200 --seed 3     # more, others
-    python -m tests.tools.mutation --list                   # print them, run nothing
+    python -m tests.tools.mutation --files spec softmax     # only from these files
+    python -m tests.tools.mutation --count 200 --seed 3     # more, and different ones
+    python -m tests.tools.mutation --list                   # only print them
 
 Every mutant is a copy of the tree in a temporary folder with one expression of one function
 changed: a comparison or its bound, a sign, a constant by one, a minimum for a maximum, a condition
-negated, an operand dropped. The test files that are about the source file run on it and stop at the
-first failure. A mutant that they let pass survives: it is either a missing test or changes nothing
-that can be seen (`EQUIVALENT` lists those, with the reason). CONTRIBUTING.md has the score.
+negated, an operand dropped. The test files for that source file run on it and stop at the first
+failure. A mutant survives if all of them pass. Then either a test is missing, or the change has no
+visible effect (`EQUIVALENT` lists such changes, with reasons). CONTRIBUTING.md has the score.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _of(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
-# The tests that are about a source file, those that fail fastest first.
+# The test files for each source file, those that fail fastest first.
 TESTS = {
     "jattn/spec.py": _of("attention", "spec", "masks", "contract", "properties"),
     "jattn/softmax.py": _of("attention", "spec", "properties", "cascade", "gradients"),
@@ -54,7 +54,7 @@ TESTS = {
     "jattn/blocks/states/*.py": _of("blocks", "pools", "plans"),
 }
 
-# `(file, line as it stands, line as it is changed)` to a reason: the difference cannot be seen.
+# From `(file, line, changed line)` to the reason why the change has no visible effect.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "jattn/formats/rounding.py",
@@ -75,17 +75,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "jattn/cpu/xla/masks.py",
         "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
         "whole &= (keys[:, 0] >= run.first_key) & ((keys[:, 1] <= run.end_key))",
-    ): "no row sees the key at the end, and the corners say so: columns are sorted",
+    ): "columns are sorted, and the corners show that no row sees the key at the end",
     (
         "jattn/cpu/xla/masks.py",
         "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
         "whole &= ((keys[:, 0] >= run.first_key + 1)) & (keys[:, 1] < run.end_key)",
-    ): "a tile that begins with the first key is masked: slower",
+    ): "a tile that begins with the first key is masked, which is only slower",
     (
         "jattn/cpu/xla/masks.py",
         "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
         "whole &= ((keys[:, 0] > run.first_key)) & (keys[:, 1] < run.end_key)",
-    ): "a tile that begins with the first key is masked: slower",
+    ): "a tile that begins with the first key is masked, which is only slower",
 }
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -111,7 +111,7 @@ NAMES |= {new: old for old, new in NAMES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One expression of a file, by its place in the text, and what it becomes."""
+    """One expression of a file, by its place in the text, and the text that replaces it."""
 
     file: str
     line: int
@@ -120,21 +120,21 @@ class Mutant:
     text: str
 
     def apply(self, source: str) -> str:
-        """The source with the bug in it."""
+        """Return the source with the bug."""
         lines = source.splitlines(keepends=True)
         line = lines[self.line - 1]
         lines[self.line - 1] = line[: self.start] + self.text + line[self.end :]
         return "".join(lines)
 
     def key(self, source: str) -> tuple[str, str, str]:
-        """Its key in `EQUIVALENT`."""
+        """Return its key in `EQUIVALENT`."""
         before = source.splitlines()[self.line - 1]
         after = self.apply(source).splitlines()[self.line - 1]
         return self.file, before.strip(), after.strip()
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every small mistake that can be made of one expression."""
+    """Yield every small mistake that can be planted in one expression."""
 
     def changed(**fields: object) -> ast.AST:
         other = copy.copy(node)
@@ -168,7 +168,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(path: pathlib.Path) -> list[Mutant]:
-    """Those of one file: of code inside functions, annotations and error texts left alone."""
+    """Return the mutants of one file: of code in functions, except annotations and error texts."""
     source = path.read_text()
     found: list[Mutant] = []
 
@@ -202,7 +202,7 @@ def mutants(path: pathlib.Path) -> list[Mutant]:
 
 
 def files(wanted: list[str]) -> dict[pathlib.Path, tuple[str, ...]]:
-    """Source files and their tests; `wanted` are parts of paths, none for all."""
+    """Return source files and their tests; `wanted` are parts of paths, or empty for all."""
     found = {}
     for pattern, tests in TESTS.items():
         for path in sorted(ROOT.glob(pattern)):
@@ -213,7 +213,7 @@ def files(wanted: list[str]) -> dict[pathlib.Path, tuple[str, ...]]:
 
 
 def survives(mutant: Mutant, tests: tuple[str, ...], minutes: float) -> tuple[bool, str]:
-    """Whether the tests pass with the bug in place, and which of them did not."""
+    """Return whether the tests pass with the bug, and else the first test that failed."""
     with tempfile.TemporaryDirectory(prefix="jattn-mutant-") as folder:
         tree = pathlib.Path(folder)
         for part in ("jattn", "tests", "examples", "benchmarks", "docs"):
@@ -238,22 +238,20 @@ def survives(mutant: Mutant, tests: tuple[str, ...], minutes: float) -> tuple[bo
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return False, "it never ended"
+            return False, "a timeout"
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return done.returncode == 0, failed[0].split(" - ")[0] if failed else done.stderr[-80:]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the mutants asked for; the number of survivors is the exit status."""
+    """Run the mutants asked for, and return the number of survivors as the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--files", nargs="*", default=[], help="parts of paths of source files")
     parser.add_argument("--count", type=int, default=60, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="time limit of one mutant's tests"
-    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit per mutant")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     options = parser.parse_args(arguments)
     chosen = [(m, tests) for path, tests in files(options.files).items() for m in mutants(path)]
