@@ -46,7 +46,7 @@ def test_lfm2_pads_nothing_and_zamba2_little():
     few = jb.states_in_pages(ZAMBA2, M16, max_padding_percent=10)
     assert (few.states, few.pages) == (4, 9)  # the fewest pages that pad at most 10 %
     few = jb.states_in_pages(ROUNDED, M16, max_padding_percent=10)
-    assert (few.states, few.pages) == (8, 5)  # 3 in 2 would pad 15.6 %, 6.3 % of the page shares
+    assert (few.states, few.pages) == (8, 5)  # 3 in 2 would pad 15.6 %, or 6.3 % in page shares
 
 
 def test_a_state_over_small_pages_keeps_prefixes_fine():

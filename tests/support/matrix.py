@@ -208,10 +208,11 @@ def default(row: capability.Row) -> tuple[Case, ...]:
 
     They cover all pairs of levels, with these exceptions. Head size x block size, x option and
     x group meet only at head size 512. Group x block size and group x option never have to meet.
-    Masks meet what `MASKS_MEET` says. Formats with scales differ from the others only in how they
-    are read, so they meet few levels of anything else (`FEW`). A row for any device runs the same
-    code for all head sizes: there formats meet only the head sizes of `FEW`, and options that
-    change logits what `LOGITS_MEET` says. The slow sweep has the other cases.
+    Masks meet what `MASKS_MEET` says. Formats with scales per token, group or block (`SCALED`)
+    differ from the others only in how they are read, so they meet few levels of anything else
+    (`FEW`). A row for any device runs the same code for all head sizes: there formats meet only the
+    head sizes of `FEW`, and options that change logits what `LOGITS_MEET` says. The slow sweep has
+    the other cases.
     """
     one_code = row.devices == ("any",)
 

@@ -35,7 +35,7 @@ def _flushing(function: Callable, form: Form) -> Callable:
 
 
 def _packed(function: Callable) -> Callable:
-    """Apply a float32 function to both halves of 64-bit operands."""
+    """Apply a float32 function to the two numbers in 64-bit operands."""
 
     def both(*x: np.ndarray) -> np.ndarray:
         two = (np.ascontiguousarray(y).view(np.float32).reshape(LANES, 2) for y in x)
