@@ -393,7 +393,7 @@ def test_mosaic_gives_nan_for_ids_out_of_range(group):
 def test_boxes_lie_at_addresses_that_copies_support(size):
     """A tensor copy must start at a multiple of 128 bytes, and boxes follow each other in a buffer.
 
-    A box whose bytes are no multiple of 128 would misalign the next one.
+    A box whose bytes are not a multiple of 128 would misalign the next one.
     """
     batch = problems.build(problem(**head(size), num_kv_heads=1))
     hosts = ptx_kernels.mosaic_hosts(batch)

@@ -49,9 +49,9 @@ def test_a_barrier(barrier, seed):
     [
         ("bar.sync 0;", "", "race|before it is written"),
         ("bar.sync 0;", "bar.sync 1, 96;", "(?s)deadlock.*warp 0: waits for 64 more threads"),
-        ("bar.sync 0;", "bar.sync 1, 33;", "no multiple of 32"),
+        ("bar.sync 0;", "bar.sync 1, 33;", "not a multiple of 32"),
         ("bar.sync 0;", "bar.arrive 1, 64;", "race|before it is written"),
-        ("bar.sync 0;", "setp.lt.u32 %p1, %r0, 9; @%p1 bar.sync 0;", "some lanes alone"),
+        ("bar.sync 0;", "setp.lt.u32 %p1, %r0, 9; @%p1 bar.sync 0;", "by only some lanes"),
         ("ld.shared.b32 %r2, [%r8];", "ld.shared.b32 %r2, [%r8]; st.shared.b32 [%r6], 1;", "race"),
     ],
 )
@@ -83,8 +83,8 @@ def test_cp_async_that_is_not_waited_for():
     np.testing.assert_array_equal(run(body, operands, out=32), 4 * LANE)
     for old, new, error in (
         ("wait_group 0", "wait_group 1", "copy into it is under way"),
-        ("[%r6], [%rd2]", "[%r6+8], [%rd2]", "no multiple of 16"),
-        ("[%r6], [%rd2]", "[%r6], [%rd2+8]", "no multiple of 16"),
+        ("[%r6], [%rd2]", "[%r6+8], [%rd2]", "not a multiple of 16"),
+        ("[%r6], [%rd2]", "[%r6], [%rd2+8]", "not a multiple of 16"),
         ("ld.shared.b32 %r2, [%r6];", "mov.u32 %r2, 7; cp.async.commit_group;", "wait_group|ends"),
     ):
         with pytest.raises(ptx.PtxError, match=error):
@@ -182,14 +182,14 @@ def test_narrower_swizzles(swizzle):
         ("[%r10], 0, 10000", "[%r10], 1, 10000", "under way|race|before it is written"),
         ("_, [%r10], 1024", "_, [%r10], 1040", "(?s)deadlock.*16 bytes expected, 0 copies"),
         ("_, [%r10], 1024", "_, [%r10], 1008", "(?s)deadlock.*-16 bytes expected"),
-        ("[%r1], [%rd8", "[%r1+64], [%rd8", "no multiple of 128"),
+        ("[%r1], [%rd8", "[%r1+64], [%rd8", "not a multiple of 128"),
         (", 1;\n fence", ", 2;\n fence", "(?s)deadlock.*1 of 2 arrivals pending"),
-        (" fence.mbarrier_init.release.cluster;\n", "", "without a fence behind its init"),
+        (" fence.mbarrier_init.release.cluster;\n", "", "without a fence after its init"),
         (" bar.sync 0;\n", "", "without|no mbarrier"),
         ("[%r1], [%rd8", "[%r1+4096], [%rd8", "shared byte"),
         ("[%rd8, {%r11", "[%rd8+64, {%r11", "no tensor map is at"),
         ("[%r1+2048], 1;", "[%r1+2048], 0;", "initialised with 0 arrivals"),
-        ("[%r1+2048], 1;", "[%r1+2052], 1;", "no multiple of 8"),
+        ("[%r1+2048], 1;", "[%r1+2052], 1;", "not a multiple of 8"),
         (" @%p2 bra $END;\n", " @%p2 mbarrier.arrive.shared.b64 _, [%r10], 1;\n", "arrivals where"),
         ("@%p1 prefetch", "@%p1 st.shared.b32 [%r1+2052], 1; @%p1 prefetch", "over an mbarrier"),
     ],
@@ -255,11 +255,19 @@ def test_a_box_is_stored():
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("fence.proxy.async.shared::cta;", "", "without a fence.proxy.async behind it"),
-        ("cp.async.bulk.wait_group.read 0;", "", "race: shared memory is written that bulk copies"),
-        ("cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group 1;", "that bulk copies"),
-        ("cp.async.bulk.commit_group;", "", "that bulk copies"),
-        ("], [%r1];", "], [%r1+16];", "no multiple of 128"),
+        ("fence.proxy.async.shared::cta;", "", "without a fence.proxy.async after it"),
+        (
+            "cp.async.bulk.wait_group.read 0;",
+            "",
+            "race: a write to shared memory is not ordered after a read by bulk copies",
+        ),
+        (
+            "cp.async.bulk.wait_group.read 0;",
+            "cp.async.bulk.wait_group 1;",
+            "a read by bulk copies",
+        ),
+        ("cp.async.bulk.commit_group;", "", "a read by bulk copies"),
+        ("], [%r1];", "], [%r1+16];", "not a multiple of 128"),
     ],
 )
 def test_mistakes_with_a_store(old, new, error):
@@ -396,12 +404,12 @@ def test_wgmma(columns, kind, held, across):
     [
         (" wgmma.wait_group.sync.aligned 0;", "", "is read while a wgmma that writes it"),
         (" wgmma.wait_group.sync.aligned 0;", " wgmma.wait_group.sync.aligned 1;", "is read while"),
-        (" wgmma.fence.sync.aligned;\n", "", "written behind the last wgmma.fence"),
+        (" wgmma.fence.sync.aligned;\n", "", "written after the last wgmma.fence"),
         (" wgmma.commit_group.sync.aligned;", "", "is read while"),
         (
             " wgmma.commit_group.sync.aligned;",
             " wgmma.commit_group.sync.aligned; st.shared.b32 [%r12], 1;",
-            "race: shared memory is written that wgmma",
+            "race: a write to shared memory is not ordered after a read by wgmma",
         ),
         (
             " wgmma.commit_group.sync.aligned;",
@@ -508,7 +516,7 @@ def test_a_cluster(seed):
         (
             " fence.mbarrier_init.release.cluster;\n",
             "",
-            "without a (fence|barrier) behind its init",
+            "without a (fence|barrier) after its init",
         ),
     ],
 )

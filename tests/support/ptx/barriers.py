@@ -50,7 +50,7 @@ class Mbarrier:
         agent, time = self.initialised
         if max(clock[row][agent], clock[INITED][agent]) < time:
             missing = "a fence" if row == INITED else "a barrier"
-            raise PtxError(f"mbarrier {self.address:#x} is used without {missing} behind its init")
+            raise PtxError(f"mbarrier {self.address:#x} is used without {missing} after its init")
 
     def arrive(self, count: int, clock: np.ndarray) -> None:
         """Count arrivals in this phase."""

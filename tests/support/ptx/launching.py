@@ -64,7 +64,7 @@ def launch(
         raise PtxError(f"a grid of {grid} has too many blocks along y or z")
     shape = (*cluster, 1, 1)[:3]
     if any(blocks % each for blocks, each in zip(grid, shape, strict=True)):
-        raise PtxError(f"a grid of {grid} is no multiple of a cluster of {shape}")
+        raise PtxError(f"a grid of {grid} is not a multiple of a cluster of {shape}")
     program = Program(kernel, memory, dynamic_shared, registers)
     program.load_parameters(arguments)
     visited = program.watch()

@@ -186,7 +186,7 @@ class Warp:
         """End the warp: all its lanes are done."""
         for kind, group in self.groups.items():
             if group.open or group.committed:
-                raise PtxError(f"the warp ends while {clocks.KINDS[kind]} of its own are under way")
+                raise PtxError(f"the warp ends while {clocks.KINDS[kind]} are still under way")
         self.done = True
 
 

@@ -109,7 +109,7 @@ class Memory:
             return None
         buffer = self.locate(low, high + size)
         if size & (size - 1) == 0 and (at & np.uint64(size - 1)).any():
-            raise PtxError(f"{buffer.name}: address {low:#x} is no multiple of {size}")
+            raise PtxError(f"{buffer.name}: address {low:#x} is not a multiple of {size}")
         return buffer, (at - np.uint64(buffer.base)).astype(np.int64)[:, None] + np.arange(size)
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
@@ -144,7 +144,7 @@ class Memory:
 
     def _write(self, buffer: Buffer, where: Any, values: np.ndarray, atomic: bool) -> None:
         if buffer.constant:
-            raise PtxError(f"{buffer.name} is written, an input")
+            raise PtxError(f"{buffer.name} is an input, but is written")
         if buffer.writer is not None and not atomic:
             writer, reader = buffer.writer[where], buffer.reader[where]
             clash = (writer != UNTOUCHED) & (writer != self.block) & (buffer.data[where] != values)
@@ -193,7 +193,7 @@ class Shared:
         """Return the rows of `size` bytes at these addresses, after checks."""
         if (at & np.asarray(size - 1, at.dtype)).any():
             bad = int(at[(at & np.asarray(size - 1, at.dtype)) != 0][0])
-            raise PtxError(f"shared address {bad:#x} is no multiple of {size}")
+            raise PtxError(f"shared address {bad:#x} is not a multiple of {size}")
         offsets = at.astype(np.int64) - SHARED_BASE
         low, high = int(offsets.min()), int(offsets.max())
         if low < 0 or high + size > self.size:
@@ -217,7 +217,7 @@ class Shared:
         bad = self._unordered(clock[SEEN], stamps)
         if bad is not None:
             raise PtxError(
-                f"race: shared memory is read that {self._name(bad)} wrote, and nothing orders it"
+                f"race: a read of shared memory is not ordered after a write by {self._name(bad)}"
             )
         if proxy:
             self._check_fence(clock, stamps, "is read by the async proxy")
@@ -231,7 +231,7 @@ class Shared:
             if bad is not None:
                 raise PtxError(
                     f"shared memory {what} that {self._name(bad)} wrote "
-                    "without a fence.proxy.async behind it"
+                    "without a fence.proxy.async after it"
                 )
 
     def _unordered(self, known: np.ndarray, stamps: np.ndarray) -> int | None:
@@ -269,7 +269,7 @@ class Shared:
             if late.any():
                 reader = self.agents.name(int(np.flatnonzero(late)[0]))
                 raise PtxError(
-                    f"race: shared memory is written that {reader} reads, and nothing orders it"
+                    f"race: a write to shared memory is not ordered after a read by {reader}"
                 )
 
     def read(self, warp: Any, at: np.ndarray, size: int) -> np.ndarray:
@@ -302,8 +302,7 @@ class Shared:
             values is not None and (self._view(self.data, size)[rows] == values).all()
         ):
             raise PtxError(
-                f"race: shared memory is written that {self._name(bad)} wrote, "
-                "and nothing orders it"
+                f"race: a write to shared memory is not ordered after a write by {self._name(bad)}"
             )
         self.check_unread(clock, rows, size)
         if proxy:

@@ -161,7 +161,7 @@ class _Body:
                 line += text.count("\n", counted, match.start(6))
                 counted = match.start(6)
                 self.statement(" ".join(match[6].split()), place, line)
-        raise PtxError(f"PTX that is not understood: {text[at : at + 80]!r}")
+        raise PtxError(f"cannot parse PTX: {text[at : at + 80]!r}")
 
     def resolve(self, name: str) -> str:
         """Return the unique name that a name has in the current scopes."""

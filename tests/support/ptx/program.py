@@ -146,7 +146,7 @@ class Program:
                         w.R[result] = np.full(LANES, POISON, np.uint64).astype(bits)
                 return None
             if together:
-                raise PtxError(f"{i.op} by some lanes alone")
+                raise PtxError(f"{i.op} by only some lanes")
             saved, w.mask = w.mask, p
             try:
                 return step(w)

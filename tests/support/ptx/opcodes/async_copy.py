@@ -58,7 +58,7 @@ def _copy(p: Program, modifiers: list[str], form: Form) -> Step:
         if (count > size).any():
             raise PtxError("cp.async reads more than it writes")
         if (origin & np.uint64(size - 1)).any():
-            raise PtxError(f"cp.async from an address that is no multiple of {size}")
+            raise PtxError(f"cp.async from an address that is not a multiple of {size}")
         values = np.zeros((at.size, size), np.uint8)
         for n in np.unique(count):
             lanes = count == n

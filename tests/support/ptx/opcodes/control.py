@@ -65,7 +65,7 @@ def bar(p: Program, form: Form) -> Step:
         if count is not None:
             expected = uniform(w, count(w), "the threads of a barrier")
             if expected % LANES and expected != w.threads:
-                raise PtxError(f"a barrier of {expected} threads, no multiple of {LANES}")
+                raise PtxError(f"a barrier of {expected} threads, not a multiple of {LANES}")
         if number > 15:
             raise PtxError(f"barrier {number} of 16")
         barrier = w.block.named.setdefault(number, NamedBarrier(w.block.cluster.agents))

@@ -47,7 +47,7 @@ def _init(p: Program, form: Form) -> Step:
         shared = w.block.shared
         for place, arrivals in _lanes(w, at(w), count(w)):
             if place % 8:
-                raise PtxError(f"mbarrier address {place:#x} is no multiple of 8")
+                raise PtxError(f"mbarrier address {place:#x} is not a multiple of 8")
             if not SHARED_BASE <= place <= SHARED_BASE + shared.size - 8:
                 raise PtxError(f"an mbarrier at {place:#x}, outside shared memory")
             if place in shared.mbarriers:

@@ -119,7 +119,7 @@ def _global_bytes(w: Warp, tensor_map: TensorMap, offset: np.ndarray):
 
 def _check_place(at: int, tensor_map: TensorMap) -> None:
     if at % 128:
-        raise PtxError(f"a tensor copy has shared address {at:#x}, no multiple of 128")
+        raise PtxError(f"a tensor copy has shared address {at:#x}, not a multiple of 128")
 
 
 def _begin(
@@ -132,7 +132,7 @@ def _begin(
     values: np.ndarray,
 ) -> None:
     if mbarrier_at % 8:
-        raise PtxError(f"mbarrier address {mbarrier_at:#x} is no multiple of 8")
+        raise PtxError(f"mbarrier address {mbarrier_at:#x} is not a multiple of 8")
     mbarrier = owner.shared.mbarriers.get(mbarrier_at)
     if mbarrier is None:
         raise PtxError(f"no mbarrier is initialised at {mbarrier_at:#x}")

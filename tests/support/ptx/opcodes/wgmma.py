@@ -116,7 +116,7 @@ def _check_registers(w: Warp, slots: list[int]) -> None:
     fenced = w.fenced_registers
     for slot in slots:
         if slot not in w.products and (fenced is None or w.R[slot] is not fenced[slot]):
-            raise PtxError("a register of a wgmma was written behind the last wgmma.fence")
+            raise PtxError("a register of a wgmma was written after the last wgmma.fence")
 
 
 def matrix(w: Warp, descriptor: int, first: int, rows: int, across: bool) -> np.ndarray:
