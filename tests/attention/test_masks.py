@@ -303,7 +303,7 @@ def check_paths(n: int, columns: int, seed: int, xp) -> None:
     columns=st.sampled_from([1, 31, 32, 33, 64, 70]),
     seed=st.integers(0, 1000),
 )
-def test_tree_paths_bit_by_bit(n, columns, seed):
+def test_every_bit_of_a_tree_path(n, columns, seed):
     """Words of bits agree with a walk over the mask."""
     check_paths(n, columns, seed, np)
 

@@ -142,7 +142,7 @@ def test_copied_blocks_take_their_scales_along(format):
 
 
 @pytest.mark.parametrize("format", SOME, **by_name)
-def test_swapped_out_blocks_come_back_bit_by_bit(format):
+def test_swapped_out_blocks_come_back_bit_for_bit(format):
     caches = pair(format)
     before = leaves(caches)
     host = jax.device_get(jb.take_blocks(caches, [4, 1, -1]))

@@ -67,7 +67,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_states_come_back_bit_by_bit_and_nothing_else_changes(name):
+def test_states_come_back_bit_for_bit_and_nothing_else_changes(name):
     layout, pages, shapes, dtype = POOLS[name]
     pool = pool_of(layout, pages, *shapes, dtype=dtype)
     before, need = all_bits(pool), pool.pages_for()

@@ -1,4 +1,4 @@
-"""A state's tensors as words of a pool, and back, bit by bit."""
+"""A state's tensors as words of a pool, and back, bit for bit."""
 
 from __future__ import annotations
 
