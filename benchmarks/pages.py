@@ -220,7 +220,7 @@ def _serving_panel() -> Panel:
     for name, speed in reversed(re.findall(r"^  (\w[\w ,]*?) +(\d+) tokens/s", text, re.M)):
         label = "transformers, " + name.replace("its ", "").replace("generate, ", "")
         bars.append(Bar(label, int(speed), speed, strong=False))
-    title = "Tokens a second, 16 requests, 8 layers of Qwen3-0.6B, bfloat16, on 2 CPU cores"
+    title = "Tokens a second, 16 requests, 8 layers of Qwen3-0.6B, bfloat16, 2 cores of a Xeon"
     return Panel(title, bars)
 
 
