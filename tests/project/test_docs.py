@@ -8,7 +8,10 @@ import json
 import pathlib
 import pkgutil
 import re
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -76,9 +79,35 @@ def test_the_page_about_masks_runs():
     for name in ("both_ways", "drafted", "selected", "biased", "per_token"):
         assert np.isfinite(namespace[name]).all(), name
         assert np.abs(namespace[name] - namespace["plain"]).max() > 0.01, name
+    check_selected_tokens(namespace["attend_tokens"])
     page = (ROOT / "docs" / "masks.md").read_text()
     for argument in (*calls.MASK_OPTIONS, "sinks", "value_dim", "is_causal", "sliding_window"):
         assert f"| `{argument}`" in page, argument
+
+
+def check_selected_tokens(attend_tokens: Callable[..., jax.Array]) -> None:
+    """Check the page's function, two sequences and three query tokens, in pools of two formats."""
+    rng = np.random.default_rng(0)
+    latents = jnp.asarray(rng.standard_normal((5, 1, 4, 64)), jnp.float32)
+    query = jnp.asarray(rng.standard_normal((3, 2, 64)), jnp.float32)
+    tables, rows = np.asarray([[3, 1], [0, 4]], np.int32), np.asarray([0, 0, 1], np.int32)
+    positions = np.asarray([[5, 0, 3], [7, 2, 2], [1, 6, 4]], np.int32)
+    counts = np.asarray([3, 2, 1], np.int32)
+    given = {
+        "positions": jnp.asarray(positions),
+        "num_selected": jnp.asarray(counts),
+        "block_tables": jnp.asarray(tables),
+        "sequence": jnp.asarray(rows),
+    }
+    for format in (jattn.Fp8(scale_per="token"), jattn.Nvfp4()):
+        pool = jattn.KVArray.from_values(latents, format)
+        out = attend_tokens(query, pool, value_dim=32, scale=0.1, **given)
+        numbers = np.asarray(pool.numbers(), np.float64)[:, 0]
+        for token, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            keys = numbers[tables[row]].reshape(-1, 64)[positions[token, :count]]
+            weights = np.exp(0.1 * np.asarray(query[token], np.float64) @ keys.T)
+            want = weights / weights.sum(axis=-1, keepdims=True) @ keys[:, :32]
+            np.testing.assert_allclose(out[token], want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_page_of_formats_runs_and_names_them_all():
