@@ -105,6 +105,17 @@ except Exception as failure:
 """
 
 
+def until(process: subprocess.Popen, word: str) -> str:
+    """Return the rest of the first line in which a process prints a word.
+
+    Its line may follow the beginning of another: JAX's runtime prints its own lines in pieces.
+    """
+    for line in iter(process.stdout.readline, ""):
+        if word in line:
+            return line.partition(word)[2].strip()
+    pytest.fail(process.communicate()[1])
+
+
 # Its connections close, so the other process learns of it before a heartbeat is missed.
 KILLED = signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20
 # Its connections stay open, as if its host had vanished. The other process waits half the seconds
@@ -127,17 +138,11 @@ def test_two_processes_have_the_tokens_of_one_and_end_together(dies, number, hea
     address = f"127.0.0.1:{free_port()}"
     group = [start(rank, address, str(heartbeat), code=PROCESS, devices="2") for rank in (0, 1)]
     try:
-        lines = {}
-        for line in iter(group[0].stdout.readline, ""):
-            lines |= {line.rsplit(" ", 1)[0]: line.split()[-1]}
-            if line == "ready\n":
-                break
-        else:
-            pytest.fail(group[0].communicate()[1])
-        # A process has two of four devices. Each of the two KV heads lies on two, so it reads one.
-        assert float(lines["fraction read"]) == pytest.approx(0.5, abs=0.01)
-        (told,) = (line.split() for line in lines if line.startswith("bytes"))
-        assert 0 < int(told[1]) < hosts.FIRST_BYTES, "a step's plan needs more than one message"
+        # Each of the two KV heads lies on two of four devices, so a process reads one of two.
+        assert float(until(group[0], "fraction read")) == pytest.approx(0.5, abs=0.01)
+        told = until(group[0], "bytes").split()
+        until(group[0], "ready")
+        assert 0 < int(told[0]) < hosts.FIRST_BYTES, "a step's plan needs more than one message"
         dead, left = group[::-1] if dies == "follower" else group
         began = time.monotonic()
         os.kill(dead.pid, number)
@@ -176,7 +181,7 @@ def reads():
         print(reason, file=sys.stderr, flush=True)
         os._exit(1)
     with serving(engine, offers=Offers(1 << 24), on_failure=end) as url:
-        print("at", url, flush=True)
+        print("serves at", url, flush=True)
         ended.wait()
 
 def decodes():
@@ -212,14 +217,6 @@ except Exception as failure:
 """
 
 
-def until(process: subprocess.Popen, word: str) -> str:
-    """Return the rest of the first line that a process begins with a word."""
-    for line in iter(process.stdout.readline, ""):
-        if line.startswith(word):
-            return line.removeprefix(word).strip()
-    pytest.fail(process.communicate()[1])
-
-
 @pytest.mark.parametrize(
     ("name", "reading", "decoding"),
     [
@@ -245,7 +242,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
 
     groups = [start_role(reading, "", "8")]
     try:
-        url = until(groups[0][0], "at ")
+        url = until(groups[0][0], "serves at ")
         theirs = httpx.get(f"{url}/prefill").json()
         alone = load_model(checkpoints.CHECKPOINTS / name)
         assert theirs["weights"] == fingerprint(alone)  # the same as on one device
