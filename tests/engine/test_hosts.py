@@ -108,7 +108,7 @@ except Exception as failure:
 def until(process: subprocess.Popen, word: str) -> str:
     """Return the rest of the first line in which a process prints a word.
 
-    Its line may follow the beginning of another: JAX's runtime prints its own lines in pieces.
+    Its line may follow the beginning of another: JAX's runtime prints its own lines in parts.
     """
     for line in iter(process.stdout.readline, ""):
         if word in line:
