@@ -28,16 +28,19 @@ def select_state_blocks(
 
     Args:
       block_tables: int32 [B, M], the rows of the group.
-      seq_lens: int32 [B], tokens of each sequence, this step's included.
+      seq_lens: int32 [B], tokens of each sequence, this step's included. 0 or less for a padded
+        sequence, which has no states: gathered rows are padded with 0, another sequence's block.
       block_size: tokens between two kept states. Static.
       mode: "none", "align" or "all". Static.
       num_speculative_blocks: s, states of tokens that may be rolled back. Static.
 
-    Returns: int32 [B, M], or [B, 1 + s] in mode "align", where columns past the row give -1.
+    Returns: int32 [B, M], or [B, 1 + s] in mode "align", where columns past the row give -1. All
+      ids of a padded sequence are -1, for which `read_state` reads zeros and `write_state` writes
+      nothing.
     Raises: `ValueError` for wrong dtypes, shapes, sizes or mode.
 
-    >>> select_state_blocks([[4, 7, 9]], [40], block_size=16, mode="align").tolist()
-    [[9]]
+    >>> select_state_blocks([[4, 7, 9], [0, 0, 0]], [40, 0], block_size=16, mode="align").tolist()
+    [[9], [-1]]
     """
     with checking("select_state_blocks") as problems:
         table = as_int32(problems, "block_tables", block_tables, ranks=(2,))
@@ -49,9 +52,10 @@ def select_state_blocks(
             require_shape(
                 problems, "seq_lens", lens, table.shape[:1], "one per row of block_tables"
             )
+    real = lens[:, None] > 0
     if mode != "align":
-        return table
+        return jnp.where(real, table, -1)
     first = jnp.maximum((lens - 1) // block_size, 0)
     columns = first[:, None] + jnp.arange(1 + num_speculative_blocks, dtype=jnp.int32)[None, :]
     rows = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
-    return table.at[rows, columns].get(mode="fill", fill_value=-1)
+    return jnp.where(real, table.at[rows, columns].get(mode="fill", fill_value=-1), -1)
