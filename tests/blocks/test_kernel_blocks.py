@@ -264,6 +264,25 @@ def test_tokens_without_a_slot_are_padding():
     assert mapping[2].tolist() == [-1] * 8
 
 
+def test_starts_that_decrease_write_into_no_block_of_another_sequence():
+    tables = jb.init_block_tables([jb.BlockGroup(16, 2)], 4)
+    ids, counts = jb.pack_block_ids([[[10]], [[20]], [[30]]])
+    tables, _ = jb.append_block_ids(tables, np.arange(3), ids, counts)
+    mapping = jax.jit(jb.compute_slot_mapping)
+    for rows, starts, expected in (
+        ([0, 1, 2, -1], [0, 2, 1, 3, 3], [160, 161, -1]),
+        ([0, 1, -1, -1], [0, 1, 2, 0, 0], [160, 321, -1]),  # padded with zeros
+        ([0, 1, -1, -1], [0, 1, 2, 2, 2], [160, 321, -1]),
+    ):
+        step = (np.asarray(rows), np.asarray(starts), np.asarray([0, 1, 0]))
+        assert mapping(tables, *step).tolist() == [expected]
+        if np.all(np.diff(starts) >= 0):
+            assert jb.compute_slot_mapping(tables, *step).tolist() == [expected]
+        else:
+            with pytest.raises(ValueError, match=r"query_start_loc: \d at \[\d\], .* at least 2, "):
+                jb.compute_slot_mapping(tables, *step)
+
+
 def test_steps_without_sequences_or_tokens():
     tables = jb.init_block_tables([jb.BlockGroup(16, 4)] * 2, 3)
     empty = jb.compute_slot_mapping(tables, [], [0], [0, 1])

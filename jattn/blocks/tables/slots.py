@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.local import local_positions
@@ -40,14 +41,16 @@ def compute_slot_mapping(
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1) for a dummy.
       query_start_loc: int32 [B + 1]: the tokens of sequence i are
         `query_start_loc[i] .. query_start_loc[i + 1] - 1`. Padded sequences repeat the last.
+        Starts must not decrease.
       positions: int32 [T], each token's position in its sequence; T may include padding.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
 
     Returns: int32 [G, T]. `PAD_SLOT_ID` (-1) for tokens past the last sequence, tokens of dummy
       sequences, positions that another rank owns, positions below 0 or past the row's blocks,
-      groups without slots, and slots that int32 cannot hold (`check_slot_range` refuses caches
-      that have such slots). `update_kv_cache` writes none of these tokens.
-    Raises: `ValueError` for wrong dtypes or shapes.
+      groups without slots, slots that int32 cannot hold (`check_slot_range` refuses caches that
+      have such slots) and, under jit, tokens of the first sequence whose start is after its end and
+      of all sequences after it. `update_kv_cache` writes none of these tokens.
+    Raises: `ValueError` for wrong dtypes or shapes, and for concrete starts that decrease.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=3)], max_num_seqs=2)
     >>> tables, _ = append_block_ids(tables, [0, 1], [[[5, 2], [1, 0]]], [[2, 1]])
@@ -63,6 +66,14 @@ def compute_slot_mapping(
         if not noted(problems, "seq_indices"):
             wanted = (rows.shape[0] + 1,)
             require_shape(problems, "query_start_loc", starts, wanted, "one more than seq_indices")
+        if not isinstance(starts, jax.core.Tracer):
+            listed = np.asarray(starts)
+            for i in np.flatnonzero(listed[1:] < listed[:-1])[:1].tolist():
+                problems.add(
+                    "query_start_loc",
+                    f"{listed[i + 1]} at [{i + 1}]",
+                    f"at least {listed[i]}, the start before it",
+                )
     return _slots(tables, rows, starts, positions, rank)
 
 
@@ -78,11 +89,13 @@ def _slots(
     if num_seqs == 0:
         return jnp.full((len(tables.groups), num_tokens), PAD_SLOT_ID, jnp.int32)
     # The index of a token's sequence is the number of sequences that end at or before the token.
-    ends = jnp.clip(starts[1:], 0, num_tokens)
+    # Where the starts decrease it is unknown whose a token is: no later sequence counts.
+    ordered = jnp.cumsum(starts[1:] < starts[:-1]) == 0
+    ends = jnp.where(ordered, jnp.clip(starts[1:], 0, num_tokens), num_tokens)
     ended = jnp.zeros((num_tokens,), jnp.int32).at[ends].add(1, mode="drop")
     sequence = jnp.cumsum(ended)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    real = (tokens >= starts[0]) & (sequence < num_seqs)
+    real = (tokens >= starts[0]) & (sequence < jnp.sum(ordered))
     sequence = jnp.minimum(sequence, num_seqs - 1)
     named = inside_or_end(rows, tables.max_num_seqs)
     held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
