@@ -7,6 +7,7 @@ implementation groups keys by the same tokens. The oracle always does, the XLA p
 are multiples of 8; for others its two results are equally good.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,3 +125,51 @@ def test_expanded_tables_give_results_as_good(block, kernel, head_dim):
             assert np.abs(out - exact).max() <= budget
         # A table expanded by a wrong factor would read other blocks, far outside the budget.
         assert np.abs(np.roll(exact, 1, axis=0) - exact).max() > 100 * budget
+
+
+def test_a_refused_append_gives_nan_and_not_tokens_of_another_sequence():
+    rng = np.random.default_rng(0)
+    keys = jnp.asarray(rng.standard_normal((64, 1, 64)), jnp.float32)
+    query = jnp.asarray(rng.standard_normal((3, 1, 64)), jnp.float32)
+    caches = jattn.init_kv_cache(4, 1, 16, 64, format=jattn.Dense("float32"))
+    caches = jattn.update_kv_cache(*caches, keys, keys, jnp.arange(64, dtype=jnp.int32))
+    groups = [jb.BlockGroup(16, 2, 8, sliding_window_reach=7), jb.BlockGroup(16, 2)]
+    tables = jb.init_block_tables(groups, 2)
+    held = jb.pack_block_ids([[[1, 2], [1, 2]], [[3], [3]]])
+    tables, _ = jb.append_block_ids(tables, [0, 1], *held)
+    lengths = jnp.asarray([25, 20, 0], jnp.int32)
+
+    @jax.jit
+    def step(tables):
+        tables, refused = jb.append_block_ids(tables, 1, [[0, 0]] * 2, [2, 2])
+        outputs = []
+        for fill in (0, -1):
+            window, full = jb.gather_block_tables(
+                tables, [0, 1, -1], num_computed_tokens=lengths - 1, fill=fill
+            )
+            outputs += [
+                jattn.paged_attention(
+                    query, *caches, block_tables=table, seq_lens=lengths, sliding_window=size
+                )
+                for table, size in ((window, 8), (full, None))
+            ]
+        return refused, (window, full), outputs
+
+    refused, gathered, (*with_zeros, window, full) = step(tables)
+    assert refused
+    assert [x.tolist() for x in gathered] == [
+        [[-1, 2], [3, -1], [-1, -1]],
+        [[1, 2], [3, -1], [-1, -1]],
+    ]
+    for plain, marked in zip(with_zeros, (window, full), strict=True):
+        assert np.isfinite(plain).all()
+        assert np.isnan(marked[1]).all()
+        np.testing.assert_array_equal(marked[::2], plain[::2])
+    kernel, _ = jb.kernel_block_tables(tables, gathered, strides=(3, None))
+    none = [-1, -1]
+    assert jnp.maximum(kernel, -1).tolist() == [[*none, 6, 7], [9, 10, *none], [*none, *none]]
+    shifted = jb.layer_block_tables(kernel, 1, 12)
+    assert shifted.tolist() == [[*none, 18, 19], [21, 22, *none], [*none, *none]]
+    for wrong in (-2, 2**31, 0.0, None):
+        with pytest.raises(ValueError, match=rf"fill: {wrong}, but must be a static integer from"):
+            jb.gather_block_tables(tables, [0], fill=wrong)

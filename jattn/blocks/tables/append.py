@@ -178,8 +178,13 @@ def gather_block_tables(
     rank: int | jax.Array | None = None,
     width: int | Sequence[int] | None = None,
     into: Sequence[jax.Array] | None = None,
+    fill: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """Return the rows of a batch, in its order, with 0 wherever a row has no block.
+    """Return the rows of a batch, in its order, with `fill` wherever a row has no block.
+
+    Pass `fill=-1` unless block 0 is a null block that a kernel may read: attention then gives NaN
+    for a sequence that needs a block it does not have, as after an append that was refused. With 0
+    it would read block 0, which may hold another sequence's tokens.
 
     A batch of thousands of wide rows is tens of MiB. Pass `width` to gather no more columns than
     the step's longest sequence needs, and `into` to reuse the arrays of the previous step: donate
@@ -187,22 +192,26 @@ def gather_block_tables(
 
     Args:
       tables: the tables.
-      seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives zeros.
+      seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives `fill`.
       num_computed_tokens: int32 [B] or None: the position of each sequence's first query. Groups
-        that have a `sliding_window_reach` then give 0 for blocks wholly before
+        that have a `sliding_window_reach` then give `fill` for blocks wholly before
         `num_computed_tokens - sliding_window_reach`, which the manager may have reused.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
       width: M, columns to gather, one for all groups or one for each. Static. None: the whole
         row. A row with more blocks is cut, and attention gives NaN for a sequence that needs them.
       into: per group int32 [B, M], arrays to overwrite. None: new arrays.
+      fill: what entries without a block get, at least -1. Static. `kernel_block_tables` and
+        `layer_block_tables` keep -1 negative.
 
-    Returns: per group, int32 [B, M]: entries of a row past its blocks are 0.
-    Raises: `ValueError` for wrong dtypes, shapes or widths.
+    Returns: per group, int32 [B, M]: entries of a row past its blocks are `fill`.
+    Raises: `ValueError` for wrong dtypes, shapes or widths, or a wrong `fill`.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
     >>> tables, _ = append_block_ids(tables, [0, 2], [[[7, 0], [5, 6]]], [[1, 2]])
     >>> gather_block_tables(tables, [2, 0, -1], width=2)[0].tolist()
     [[5, 6], [7, 0], [0, 0]]
+    >>> gather_block_tables(tables, [2, 0, -1], width=2, fill=-1)[0].tolist()
+    [[5, 6], [7, -1], [-1, -1]]
     """
     every = [table.shape[1] for table in tables.tables]
     with checking("gather_block_tables") as problems:
@@ -233,10 +242,17 @@ def gather_block_tables(
                 f"{[describe(x) for x in into]}",
                 f"int32 of shapes {[list(shape) for shape in wanted]}",
             )
-    return _gather(tables, rows, first, rank, None if into is None else tuple(into), tuple(widths))
+        problems.require(
+            is_int(fill, -1) and fill <= INT32_MAX,
+            "fill",
+            f"{fill!r}",
+            "a static integer from -1 to 2^31 - 1",
+        )
+    into = None if into is None else tuple(into)
+    return _gather(tables, rows, first, rank, into, tuple(widths), int(fill))
 
 
-@functools.partial(jax.jit, inline=True, static_argnames="widths")
+@functools.partial(jax.jit, inline=True, static_argnames=("widths", "fill"))
 def _gather(
     tables: BlockTables,
     rows: jax.Array,
@@ -244,6 +260,7 @@ def _gather(
     rank: jax.Array | None,
     into: tuple[jax.Array, ...] | None,
     widths: tuple[int, ...],
+    fill: int,
 ) -> tuple[jax.Array, ...]:
     rows = inside_or_end(rows, tables.max_num_seqs)
     counts = tables.num_blocks.at[:, rows].get(mode="fill", fill_value=0)
@@ -257,7 +274,8 @@ def _gather(
             unseen = jnp.maximum(first - group.sliding_window_reach, 0)
             gone = local_lengths(unseen, group.context, rank=rank) // tables.entry_size(g)
             keep &= columns >= gone[:, None]
-        found = jnp.where(keep, table[:, :width].at[rows].get(mode="fill", fill_value=0), 0)
+        found = table[:, :width].at[rows].get(mode="fill", fill_value=0)
+        found = jnp.where(keep, found, fill)
         if into is not None:  # all of it is overwritten, so a donated array is reused
             found = jax.lax.dynamic_update_slice(into[g], found, (0, 0))
         gathered.append(found)
