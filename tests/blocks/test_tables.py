@@ -284,6 +284,32 @@ def test_rows_named_twice_lose_and_duplicate_nothing(function, first, second):
     assert rows_of(padded_pairs) == rows_of(alone)
 
 
+def test_moves_that_clash_lose_no_block():
+    """All batches of three moves under jit: pairs that clash may keep others from moving."""
+    tables = jb.init_block_tables([jb.BlockGroup(16, 1)], 4)
+    tables, _ = jb.append_block_ids(
+        tables, np.arange(4), [[[10], [20], [30], [40]]], [[1, 1, 0, 1]]
+    )
+    moves = np.indices([4] * 6, np.int32).reshape(2, 3, -1).transpose(2, 0, 1)
+    moved = jax.jit(jax.vmap(lambda move: jb.move_row(tables, *move)))(moves)
+    for (source, target), table, held in zip(
+        moves, *map(np.asarray, (moved.tables[0], moved.num_blocks)), strict=True
+    ):
+        rows = np.where(held[0], table[:, 0], 0)
+        # A row that no pair moves away is overwritten, as asked.
+        asked = np.isin(np.arange(4), target) & ~np.isin(np.arange(4), source)
+        must = set(np.asarray([10, 20, 0, 40])[~asked]) - {0}
+        found = [x for x in rows if x]
+        assert must <= set(found) <= {10, 20, 40}, (source, target)
+        assert len(found) == len(set(found)), (source, target)
+    move = jax.jit(jb.move_row)
+    chain = move(tables, np.asarray([0, 1, 3, -1]), np.asarray([2, 2, 1, 3]))
+    assert rows_of(chain) == [[[], [20], [10], [40]]]
+    # Row 1 cannot move, so 3 cannot move onto it, nor 2 onto 3, nor 0 onto 2.
+    stuck = move(tables, np.asarray([0, 1, 3, 2]), np.asarray([2, 2, 1, 3]))
+    assert rows_of(stuck) == [[[10], [20], [], [40]]]
+
+
 def test_a_fork_copies_rows_and_a_rollback_truncates_them():
     before = rows_of(filled())
     fork = rows_of(jax.jit(jb.copy_row)(filled(), np.asarray([0, 0]), np.asarray([2, 3])))

@@ -211,7 +211,8 @@ def move_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTa
 
     Returns: the tables.
     Raises: `ValueError` for wrong dtypes or shapes, and for concrete rows named twice. Under jit, a
-      pair that repeats a source or a target does nothing, so that no block is lost.
+      pair that repeats a source or a target does nothing, and neither does a pair whose target is
+      the source of such a pair, and so on, so that no block is lost.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
     >>> tables, _ = append_block_ids(tables, 2, [[5, 6]], [2])
@@ -220,7 +221,8 @@ def move_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTa
     """
     source, target = _row_pairs("move_row", tables, source=source, target=target)
     clash = _same(source, source) | _same(target, target)
-    source, target = _drop_clashes("move_row", tables, source, target, clash)
+    onto = _same(target, source)
+    source, target = _drop_clashes("move_row", tables, source, target, clash, onto)
     return _move(tables, source, source, target)
 
 
@@ -380,9 +382,17 @@ def _same(first: jax.Array, second: jax.Array) -> jax.Array:
 
 
 def _drop_clashes(
-    where: str, tables: BlockTables, first: jax.Array, second: jax.Array, clash: jax.Array
+    where: str,
+    tables: BlockTables,
+    first: jax.Array,
+    second: jax.Array,
+    clash: jax.Array,
+    needs: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Turn pairs that clash with an earlier one into pairs of R, or raise if rows are concrete."""
+    """Turn pairs that clash with an earlier one into pairs of R, or raise if rows are concrete.
+
+    If pair i needs pair j, bool [m, m], dropping j also drops i.
+    """
     end = tables.max_num_seqs
     named = (first < end) & (second < end)
     again = jnp.any(jnp.tril(clash, -1) & named[None, :], axis=1) & named
@@ -396,7 +406,19 @@ def _drop_clashes(
                     f"rows {pair[0]} and {pair[1]}",
                     "of rows not named yet",
                 )
+    elif needs is not None:
+        again = _with_dependents(again, needs & named[:, None])
     return jnp.where(again, end, first), jnp.where(again, end, second)
+
+
+def _with_dependents(dropped: jax.Array, needs: jax.Array) -> jax.Array:
+    """Return bool [m]: the dropped pairs and all that need one of them, directly or not."""
+
+    def more(dropped: jax.Array) -> jax.Array:
+        return dropped | jnp.any(needs & dropped[None, :], axis=1)
+
+    # Each round but the last adds a pair, so there are at most m + 1.
+    return jax.lax.while_loop(lambda x: jnp.any(more(x) & ~x), more, dropped)
 
 
 def _is_int32(x: object) -> bool:
