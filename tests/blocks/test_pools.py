@@ -137,6 +137,26 @@ def test_state_slots():
     assert not any(np.asarray(x).view(np.uint8).any() for x in jb.zero_pages(slots, [0, 4]).tensors)
 
 
+@pytest.mark.parametrize("index", [False, True])
+def test_a_step_may_have_no_sequence(index):
+    states = random_states(NANO, 0)
+    for pool in (
+        pool_of(NANO, 8, (2, 16, 64), (2, 16, 64)),
+        pool_of(NANO, 8, (2, 16, 32), (2, 16, 32), dtype="uint32"),
+        jb.init_state_slots(NANO, 2),
+    ):
+        paged, before = isinstance(pool, jb.PagePool), all_bits(pool)
+        if index and not paged:
+            continue
+        ids = np.zeros((0, pool.pages_for()) if paged else 0, np.int32)
+        keywords = {"index": np.zeros(0, np.int32)} if index else {}
+        assert_same_bits(jb.read_state(pool, ids, **keywords), states)
+        for old, new in zip(
+            before, all_bits(jb.write_state(pool, ids, states, **keywords)), strict=True
+        ):
+            np.testing.assert_array_equal(old, new)
+
+
 def test_zeroed_pages_have_no_stale_bytes():
     """Bytes of a float32 state, read as bfloat16 keys, give NaN until they are zeroed."""
     pool = pool_of(NANO, 8, (2, 16, 512), (2, 16, 512))

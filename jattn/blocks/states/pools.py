@@ -31,7 +31,14 @@ import numpy as np
 from jattn import pytrees
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
-from jattn.blocks.states.words import POOL_WORDS, from_words, slot_dtype, to_words, unsigned
+from jattn.blocks.states.words import (
+    POOL_WORDS,
+    flatten_rows,
+    from_words,
+    slot_dtype,
+    to_words,
+    unsigned,
+)
 from jattn.checks import checking, describe
 from jattn.formats.rounding import bitcast
 from jattn.integers import INT32_MAX, ceil_div, require_int
@@ -317,7 +324,7 @@ def _read(
     found = []
     for part, unit in zip(pool.parts, pool._unit_words, strict=True):
         words = part.reshape(-1, chunk * unit).at[rows].get(mode="fill", fill_value=0)
-        words = words.reshape(rows.shape[0], -1)[:, : pool._units_per_state * unit]
+        words = flatten_rows(words)[:, : pool._units_per_state * unit]
         found.append(bitcast(words, unsigned(part.dtype.itemsize)))
     return from_words(jnp.concatenate(found, axis=1), pool.layout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -28,15 +29,20 @@ def slot_dtype(dtype: str) -> np.dtype:
     return unsigned(numbers.itemsize) if numbers.itemsize < 4 else numbers
 
 
+def flatten_rows(x: jax.Array) -> jax.Array:
+    """Return [B, ...] as [B, n], also where B is 0 and a reshape could not infer n."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
 def to_words(states: Sequence[jax.Array], itemsize: int) -> jax.Array:
     """Return the tensors of each state as one row of unsigned words, [B, words]."""
     rows = []
     for x in states:
-        flat = x.reshape(x.shape[0], -1)
+        flat = flatten_rows(x)
         ratio = itemsize // x.dtype.itemsize
         if ratio > 1:
-            flat = flat.reshape(x.shape[0], -1, ratio)
-        rows.append(bitcast(flat, unsigned(itemsize)).reshape(x.shape[0], -1))
+            flat = flat.reshape(x.shape[0], flat.shape[1] // ratio, ratio)
+        rows.append(flatten_rows(bitcast(flat, unsigned(itemsize))))
     return jnp.concatenate(rows, axis=1)
 
 
@@ -48,6 +54,6 @@ def from_words(words: jax.Array, layout: StateLayout) -> tuple[jax.Array, ...]:
         start += nbytes // itemsize
         ratio = jnp.dtype(dtype).itemsize // itemsize
         if ratio > 1:
-            mine = mine.reshape(words.shape[0], -1, ratio)
+            mine = mine.reshape(words.shape[0], mine.shape[1] // ratio, ratio)
         states.append(bitcast(mine, jnp.dtype(dtype)).reshape(words.shape[0], *shape))
     return tuple(states)
