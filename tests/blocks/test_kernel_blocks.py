@@ -246,6 +246,36 @@ def test_rank_may_be_known_on_the_device_only():
     np.testing.assert_array_equal(dynamic, np.stack(static))
 
 
+def test_lengths_and_ranks_that_do_not_exist_are_named():
+    context = jb.ContextParallel(2, 0, 4)
+    for function, argument in ((jb.local_lengths, "seq_lens"), (jb.local_positions, "positions")):
+        for some in (context, jb.ContextParallel()):
+            with pytest.raises(ValueError, match=rf"{argument}: float64\[1\], but must be an int"):
+                function(np.asarray([2.7]), some)
+            with pytest.raises(ValueError, match=rf"{argument}: int64 values .* within int32"):
+                function(np.asarray([2**32 + 5]), some)
+        for rank in (7, np.int64(2), jnp.int32(-1)):
+            with pytest.raises(ValueError, match=rf"rank: {rank}, but must be in 0\.\.1$"):
+                function([16], context, rank=rank)
+        with pytest.raises(ValueError, match=r"rank: float 0\.5, but must be an integer array"):
+            function([16], context, rank=0.5)
+    with pytest.raises(ValueError, match=r"rank: 2, but must be an integer in 0\.\.1$"):
+        context.local_length(16, 2)
+    groups = [jb.BlockGroup(16, 2, context=context), jb.BlockGroup(16, 2)]
+    tables = jb.init_block_tables(groups, 1)
+    with pytest.raises(ValueError, match=r"rank: 5, but must be in 0\.\.1$"):
+        jb.compute_slot_mapping(tables, [0], [0, 1], [0], rank=5)
+    with pytest.raises(ValueError, match=r"rank: -1, but must be in 0\.\.1$"):
+        jb.gather_block_tables(tables, [0], rank=-1)
+    # A group that is not distributed is whole on every rank.
+    assert jb.local_lengths([5], jb.ContextParallel(), rank=5).tolist() == [5]
+    with pytest.raises(
+        ValueError, match=r"interleave: 1073741824, but must be at most 536870911, "
+    ):
+        jb.ContextParallel(4, 0, 2**30)
+    assert jb.local_lengths([7], jb.ContextParallel(2, 1, 2**30 - 1)).tolist() == [0]
+
+
 def test_tokens_without_a_slot_are_padding():
     groups = [jb.BlockGroup(16, 4), jb.BlockGroup(2**30, 4), jb.BlockGroup(16, 4, has_slots=False)]
     tables = jb.init_block_tables(groups, 3)

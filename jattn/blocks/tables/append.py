@@ -19,7 +19,7 @@ import numpy as np
 
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
-from jattn.blocks.tables.local import local_lengths
+from jattn.blocks.tables.local import as_rank, local_lengths
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import Problems, checking, describe
 from jattn.integers import INT32_MAX, is_int, require_int
@@ -204,7 +204,8 @@ def gather_block_tables(
         `layer_block_tables` keep -1 negative.
 
     Returns: per group, int32 [B, M]: entries of a row past its blocks are `fill`.
-    Raises: `ValueError` for wrong dtypes, shapes or widths, or a wrong `fill`.
+    Raises: `ValueError` for wrong dtypes, shapes or widths, a wrong `fill`, or a concrete `rank`
+      that a group's context does not have.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=3)
     >>> tables, _ = append_block_ids(tables, [0, 2], [[[7, 0], [5, 6]]], [[1, 2]])
@@ -216,11 +217,10 @@ def gather_block_tables(
     every = [table.shape[1] for table in tables.tables]
     with checking("gather_block_tables") as problems:
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
+        rank = as_rank(problems, rank, [group.context for group in tables.groups])
         first = num_computed_tokens
         if first is not None:
             first = as_int32(problems, "num_computed_tokens", first, ranks=(1,))
-            if rank is not None:
-                rank = as_int32(problems, "rank", rank, ranks=(0,))
             if not noted(problems, "seq_indices"):
                 require_shape(problems, "num_computed_tokens", first, rows.shape, "as seq_indices")
         widths = list(width) if isinstance(width, Sequence) else [width] * len(every)

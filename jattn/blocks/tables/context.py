@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 
 from jattn.checks import checking
-from jattn.integers import keep_python_ints, require_int
+from jattn.integers import INT32_MAX, is_int, keep_python_ints, require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class ContextParallel:
         here and pass `rank=` to the functions that need it.
       interleave: tokens a rank takes in one turn, `I`.
 
-    Raises: `ValueError` if `size` or `interleave` is below 1, or `rank` is not in 0..size-1.
+    Raises: `ValueError` if `size` or `interleave` is below 1, int32 cannot hold their product, or
+      `rank` is not in 0..size-1.
 
     >>> context = ContextParallel(size=2, interleave=4)
     >>> [context.local_length(6, rank) for rank in range(2)], context.longest_local_length(6)
@@ -48,15 +49,27 @@ class ContextParallel:
         keep_python_ints(self)
         with checking("ContextParallel") as problems:
             sized = require_int(problems, "size", self.size, 1)
-            require_int(problems, "interleave", self.interleave, 1)
+            if require_int(problems, "interleave", self.interleave, 1) and sized:
+                problems.require(
+                    self.size * self.interleave <= INT32_MAX,
+                    "interleave",
+                    f"{self.interleave}",
+                    f"at most {INT32_MAX // self.size}, since size * interleave must fit int32",
+                )
             if require_int(problems, "rank", self.rank, 0) and sized:
                 problems.require(
                     self.rank < self.size, "rank", f"{self.rank}", f"below size={self.size}"
                 )
 
     def local_length(self, num_tokens: int, rank: int | None = None) -> int:
-        """Return how many of the first `num_tokens` tokens `rank` keeps (None: this rank)."""
+        """Return how many of the first `num_tokens` tokens `rank` keeps (None: this rank).
+
+        Raises: `ValueError` if `rank` is not in 0..size-1, unless there is one rank only.
+        """
         rank = self.rank if rank is None else rank
+        if self.size > 1 and not (is_int(rank, 0) and rank < self.size):
+            with checking("local_length") as problems:
+                problems.add("rank", f"{rank!r}", f"an integer in 0..{self.size - 1}")
         rounds, rest = divmod(num_tokens, self.interleave * self.size)
         mine = min(max(rest - rank * self.interleave, 0), self.interleave)
         return rounds * self.interleave + mine

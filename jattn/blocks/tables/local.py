@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jattn.blocks.arguments import Integers
+from jattn.blocks.arguments import Integers, as_int32, noted
 from jattn.blocks.tables.context import ContextParallel
+from jattn.checks import Problems, checking
+
+_ANY_AXES = tuple(range(9))
+
+
+def as_rank(
+    problems: Problems, rank: Integers | None, contexts: Iterable[ContextParallel]
+) -> jax.Array | None:
+    """Return a rank as int32 [], or note a problem.
+
+    A concrete rank must be one of every context. A context of one rank does not count: every
+    device then keeps all tokens.
+    """
+    if rank is None:
+        return None
+    array = as_int32(problems, "rank", rank, ranks=(0,))
+    size = min((context.size for context in contexts if context.size > 1), default=0)
+    if size and not noted(problems, "rank") and not isinstance(rank, jax.core.Tracer):
+        value = int(np.asarray(rank))
+        problems.require(0 <= value < size, "rank", f"{value}", f"in 0..{size - 1}")
+    return array
 
 
 def local_positions(
@@ -17,17 +41,21 @@ def local_positions(
     Args:
       positions: int32 [...], positions in the sequence.
       context: how tokens are dealt to ranks.
-      rank: int32 [] or None: overrides `context.rank`.
+      rank: int32 [] or None: overrides `context.rank`. Ignored if `context` has one rank.
 
     Returns: `local`, int32, and `owned`, bool, of the shape of `positions`. `local` is the position
       on the rank that owns the token.
+    Raises: `ValueError` for wrong dtypes or shapes, values that int32 cannot hold, or a concrete
+      `rank` that is not in 0..size-1.
 
     >>> context = ContextParallel(size=2, rank=1, interleave=2)
     >>> local, owned = local_positions(jnp.arange(6), context)
     >>> local.tolist(), owned.tolist()
     ([0, 1, 0, 1, 2, 3], [False, False, True, True, False, False])
     """
-    positions = jnp.asarray(positions, jnp.int32)
+    with checking("local_positions") as problems:
+        positions = as_int32(problems, "positions", positions, ranks=_ANY_AXES)
+        rank = as_rank(problems, rank, [context])
     if context.size == 1:
         return positions, jnp.ones_like(positions, bool)
     turn = context.interleave * context.size
@@ -49,15 +77,18 @@ def local_lengths(
     Args:
       seq_lens: int32 [...], tokens of each sequence.
       context: how tokens are dealt to ranks.
-      rank: int32 [] or None: overrides `context.rank`.
+      rank: int32 [] or None: overrides `context.rank`. Ignored if `context` has one rank.
 
     Returns: int32, of the shape of `seq_lens`.
+    Raises: `ValueError` as `local_positions`.
 
     >>> context = ContextParallel(size=2, interleave=4)
     >>> [local_lengths(jnp.int32(6), context, rank=k).item() for k in range(2)]
     [4, 2]
     """
-    seq_lens = jnp.asarray(seq_lens, jnp.int32)
+    with checking("local_lengths") as problems:
+        seq_lens = as_int32(problems, "seq_lens", seq_lens, ranks=_ANY_AXES)
+        rank = as_rank(problems, rank, [context])
     if context.size == 1:
         return seq_lens
     turn = context.interleave * context.size

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
-from jattn.blocks.tables.local import local_positions
+from jattn.blocks.tables.local import as_rank, local_positions
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
 from jattn.integers import INT32_MAX
@@ -50,7 +50,8 @@ def compute_slot_mapping(
       groups without slots, slots that int32 cannot hold (`check_slot_range` refuses caches that
       have such slots) and, under jit, tokens of the first sequence whose start is after its end and
       of all sequences after it. `update_kv_cache` writes none of these tokens.
-    Raises: `ValueError` for wrong dtypes or shapes, and for concrete starts that decrease.
+    Raises: `ValueError` for wrong dtypes or shapes, concrete starts that decrease, or a concrete
+      `rank` that a group's context does not have.
 
     >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=3)], max_num_seqs=2)
     >>> tables, _ = append_block_ids(tables, [0, 1], [[[5, 2], [1, 0]]], [[2, 1]])
@@ -61,8 +62,7 @@ def compute_slot_mapping(
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
         starts = as_int32(problems, "query_start_loc", query_start_loc, ranks=(1,))
         positions = as_int32(problems, "positions", positions, ranks=(1,))
-        if rank is not None:
-            rank = as_int32(problems, "rank", rank, ranks=(0,))
+        rank = as_rank(problems, rank, [group.context for group in tables.groups])
         if not noted(problems, "seq_indices"):
             wanted = (rows.shape[0] + 1,)
             require_shape(problems, "query_start_loc", starts, wanted, "one more than seq_indices")
