@@ -36,6 +36,9 @@ def compute_slot_mapping(
 ) -> jax.Array:
     """Return the slot of every token of a step, in every group.
 
+    A token has the same position in all groups. Keep cross-attention groups in tables of their own:
+    their rows hold the encoder's tokens, which have other positions and counts.
+
     Args:
       tables: the tables of the sequences.
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1) for a dummy.

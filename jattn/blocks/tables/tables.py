@@ -278,6 +278,9 @@ def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> B
 
     The caller must also free the blocks that the row no longer names (`BlockPool.free`).
 
+    All groups with slots are cut to the same `num_tokens`. Keep cross-attention groups in tables of
+    their own: their rows hold the encoder's tokens and would be cut to the decoder's length.
+
     Args:
       tables: the tables.
       rows: int32 [] or [m]. Rows outside 0..R-1 are ignored.
