@@ -189,6 +189,8 @@ def gather_block_tables(
     A batch of thousands of wide rows is tens of MiB. Pass `width` to gather no more columns than
     the step's longest sequence needs, and `into` to reuse the arrays of the previous step: donate
     them, `jax.jit(gather_block_tables, static_argnames="width", donate_argnames="into")`.
+    Every width compiles, and `into` must have it: round `width` up to one of a few buckets, such as
+    powers of two, and keep one `into` per bucket.
 
     Args:
       tables: the tables.
