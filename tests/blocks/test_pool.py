@@ -141,6 +141,25 @@ def test_copied_blocks_take_their_scales_along(format):
         jb.copy_blocks(caches, [1], [5, 4])
 
 
+def test_padding_may_name_a_block_twice():
+    pool = jnp.arange(4.0)[:, None]
+    taken = jb.take_blocks(pool, [0, 1])
+    for same in (
+        jb.copy_blocks(pool, [0, 1], [4, 4]),
+        jb.copy_blocks(pool, [-1, 4], [2, 2]),
+        jb.put_blocks(pool, [4, 4], taken),
+    ):
+        assert same[:, 0].tolist() == [0, 1, 2, 3]
+    assert jb.copy_blocks(pool, [-1, 3], [2, 2])[:, 0].tolist() == [0, 1, 3, 3]
+    padded = jax.jit(lambda source: jb.copy_blocks(pool, source, np.array([2, 2])))
+    assert padded(np.array([0, -1]))[:, 0].tolist() == [0, 1, 0, 3]
+    # Of two caches, the larger one may have the block.
+    with pytest.raises(ValueError, match=r"target: \[3\] more than once, but must be different"):
+        jb.copy_blocks((pool[:2], pool), [1, 2], [3, 3])
+    with pytest.raises(ValueError, match=r"ids: \[3\] more than once, but must be different"):
+        jb.put_blocks(pool, [3, 3], taken)
+
+
 @pytest.mark.parametrize("format", SOME, **by_name)
 def test_swapped_out_blocks_come_back_bit_for_bit(format):
     caches = pair(format)

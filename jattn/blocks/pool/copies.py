@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end
 from jattn.checks import Problems, checking, describe
 from jattn.formats import KVArray, rounding
 from jattn.formats.kv_array import LAYOUTS
@@ -41,7 +41,7 @@ def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
         differ. A pair with an id outside 0..N-1 (-1 pads) does nothing.
 
     Returns: the caches.
-    Raises: `ValueError` for wrong dtypes or shapes, and for concrete targets named twice.
+    Raises: `ValueError` for wrong dtypes or shapes, and for concrete pairs that write one block.
 
     >>> copy_blocks(jnp.arange(4.0)[:, None], [3, 1], [0, -1])[:, 0].tolist()
     [3.0, 1.0, 2.0, 3.0]
@@ -55,7 +55,8 @@ def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
             f"{list(source.shape)} and {list(target.shape)}",
             "of one shape",
         )
-        _check_targets(problems, "target", target)
+        if not problems.found:
+            _check_targets(problems, "target", source, target, _num_blocks(caches))
     return _copy(caches, source, target)
 
 
@@ -96,7 +97,7 @@ def put_blocks(
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
-      ids: int32 [m], the blocks to write. They must differ; an id outside 0..N-1 (-1 pads) writes
+      ids: int32 [m], the blocks to write. Those in 0..N-1 must differ; others (-1 pads) write
         nothing.
       blocks: what `take_blocks` returned for caches of the same formats.
       kv_layout: layout of `caches`. None: the layout of a `KVArray`, "HND" for plain arrays.
@@ -107,8 +108,8 @@ def put_blocks(
     Returns: the caches.
     Raises: `ValueError` for formats, dtypes or heads that differ, for a layout that is unknown or
       not that of a `KVArray`, for a scale per block between blocks of two sizes, for more or fewer
-      ids than the tokens need, for concrete ids named twice, and for concrete scales per head or
-      cache that differ.
+      ids than the tokens need, for concrete ids in 0..N-1 named twice, and for concrete scales per
+      head or cache that differ.
 
     >>> caches = jnp.arange(8.0).reshape(2, 1, 4, 1)  # two blocks of 4 tokens
     >>> larger = jnp.zeros((3, 1, 8, 1))
@@ -117,7 +118,8 @@ def put_blocks(
     """
     with checking("put_blocks") as problems:
         ids = as_int32(problems, "ids", ids, ranks=(1,))
-        _check_targets(problems, "ids", ids)
+        if not problems.found:
+            _check_targets(problems, "ids", ids, ids, _num_blocks(caches))
         if num_tokens is not None:
             require_int(problems, "num_tokens", num_tokens, 0)
         mine, theirs = (_leaves(x) for x in (caches, blocks))
@@ -222,11 +224,22 @@ def _map(function: Callable[..., jax.Array], caches: Caches, *others: object) ->
     return jax.tree.map(one, caches, *others, is_leaf=lambda x: isinstance(x, KVArray))
 
 
-def _check_targets(problems: Problems, argument: str, ids: jax.Array) -> None:
-    if noted(problems, argument) or isinstance(ids, jax.core.Tracer):
+def _num_blocks(caches: object) -> int:
+    """Return the blocks of the largest cache."""
+    arrays = (x.data if isinstance(x, KVArray) else x for x in _leaves(caches))
+    return max((x.shape[0] for x in arrays), default=0)
+
+
+def _check_targets(
+    problems: Problems, argument: str, source: jax.Array, target: jax.Array, num_blocks: int
+) -> None:
+    """Note targets of several pairs; pairs with an id outside the pool write nothing."""
+    if any(isinstance(ids, jax.core.Tracer) for ids in (source, target)):
         return
-    named, counts = np.unique(np.asarray(ids), return_counts=True)
-    again = named[(counts > 1) & (named >= 0)].tolist()
+    pairs = np.stack([np.asarray(source), np.asarray(target)])
+    written = pairs[1, np.all((pairs >= 0) & (pairs < num_blocks), axis=0)]
+    named, counts = np.unique(written, return_counts=True)
+    again = named[counts > 1].tolist()
     problems.require(not again, argument, f"{again} more than once", "different ids")
 
 
