@@ -1,6 +1,7 @@
 """Free lists with reference counts and hashes, and copying and moving blocks' contents."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,44 @@ def test_blocks_free_for_longest_are_evicted_first():
     assert [pool.allocate(1)[0] for _ in range(3)] == [ids[1], ids[0], ids[2]]
 
 
+def test_a_free_block_that_loses_its_hash_is_allocated_first():
+    pool = jb.BlockPool(4)
+    ids = pool.allocate(4)
+    for id in ids[:3]:
+        pool.publish("g", bytes([id]), id)
+    pool.free(ids)
+    pool.unpublish(2)
+    pool.unpublish(3)  # had no hash, so it stays second
+    assert [pool.allocate(1)[0] for _ in range(4)] == [2, 3, 0, 1]
+    pool.publish("g", b"x", 0)
+    pool.unpublish(0)
+    assert pool.is_private(0)
+    assert pool.num_free == 0
+
+
+def test_pools_keep_python_integers():
+    pool = jb.BlockPool(2)
+    pool.free(np.asarray(pool.allocate(2)))
+    pool.share(np.int64(1))
+    pool.publish("g", b"x", np.int32(1))
+    found = [pool.find("g", b"x"), *pool.allocate(1)]
+    assert found == [1, 0]
+    assert {type(id) for id in found} == {int}
+
+
+@pytest.mark.parametrize("wrong", [9, -1, 1.0, True, None, [1]])
+@pytest.mark.parametrize(
+    "method", ["num_holders", "is_free", "is_private", "share", "unpublish", "free", "publish"]
+)
+def test_pools_name_the_call_that_got_a_wrong_id(method, wrong):
+    pool = jb.BlockPool(2)
+    pool.allocate(2)
+    arguments = {"free": ([wrong],), "publish": ("g", b"x", wrong)}.get(method, (wrong,))
+    id = re.escape(f"{wrong!r}")
+    with pytest.raises(ValueError, match=rf"BlockPool\.{method}: id: {id}, but must be a block"):
+        getattr(pool, method)(*arguments)
+
+
 def test_pools_refuse_what_would_lose_blocks():
     pool = jb.BlockPool(2)
     with pytest.raises(ValueError, match="count: 3, but must be at most num_free=2"):
@@ -62,8 +101,6 @@ def test_pools_refuse_what_would_lose_blocks():
         pool.free([id])
     with pytest.raises(ValueError, match="publish: id: 0 is free"):
         pool.publish("g", b"x", 0)
-    with pytest.raises(ValueError, match="num_holders: id: 9, but must be a block"):
-        pool.share(9)
     with pytest.raises(ValueError, match=r"reserved: \[5\], but must be within 0\.\.1"):
         jb.BlockPool(2, reserved=[5])
     with pytest.raises(ValueError, match="num_blocks: 0"):

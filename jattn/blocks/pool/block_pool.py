@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jattn.checks import checking
-from jattn.integers import require_int
+from jattn.integers import is_int, require_int
 
 
 class BlockPool:
@@ -32,7 +32,8 @@ class BlockPool:
       seed: hand out blocks in a shuffled order, as in a server that has run for a while. None: in
         ascending order.
 
-    Raises: `ValueError` if `num_blocks` is below 1 or a reserved id is not in the pool.
+    Raises: `ValueError` if `num_blocks` is below 1 or a reserved id is not in the pool. Methods
+      raise it for an id that is not in the pool or is reserved.
 
     >>> pool = BlockPool(4, reserved=[0])
     >>> first, second = pool.allocate(2)
@@ -83,16 +84,16 @@ class BlockPool:
 
     def num_holders(self, id: int) -> int:
         """Return the number of holders of a block; 0 if it is free."""
-        self._check("num_holders", id)
-        return self._holders[id]
+        return self._holders[self._check("num_holders", id)]
 
     def is_free(self, id: int) -> bool:
         """Return whether a block has no holder."""
-        return self.num_holders(id) == 0
+        return self._holders[self._check("is_free", id)] == 0
 
     def is_private(self, id: int) -> bool:
         """Return whether a block has one holder and no hash, so that its holder may write to it."""
-        return self.num_holders(id) == 1 and id not in self._key_of
+        id = self._check("is_private", id)
+        return self._holders[id] == 1 and id not in self._key_of
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, evicting those that have been free for longest.
@@ -112,17 +113,19 @@ class BlockPool:
 
     def share(self, id: int) -> None:
         """Add a holder to a block, whether it is held or free."""
-        if self.is_free(id):
+        id = self._check("share", id)
+        if not self._holders[id]:
             del self._free[id]
         self._holders[id] += 1
 
     def free(self, ids: Iterable[int]) -> None:
         """Remove a holder of each block. Pass the end of a sequence first: it is evicted first.
 
-        Raises: `ValueError` at the first block without a holder; those before it are freed.
+        Raises: `ValueError` at the first id that is not that of a held block; those before it are
+          freed.
         """
         for id in ids:
-            self._require_held("free", id)
+            id = self._require_held("free", id)
             self._holders[id] -= 1
             if not self._holders[id]:
                 self._free[id] = None
@@ -136,7 +139,7 @@ class BlockPool:
 
         Raises: `ValueError` if the block has no holder.
         """
-        self._require_held("publish", id)
+        id = self._require_held("publish", id)
         if (group, digest) not in self._found and id not in self._key_of:
             self._found[group, digest] = id
             self._key_of[id] = (group, digest)
@@ -147,19 +150,25 @@ class BlockPool:
 
     def unpublish(self, id: int) -> None:
         """Forget the hash of a block, if it has one, because the block will be overwritten."""
+        id = self._check("unpublish", id)
         if key := self._key_of.pop(id, None):
             del self._found[key]
+            if id in self._free:
+                self._free.move_to_end(id, last=False)
 
     def clear_hashes(self) -> None:
         """Empty the prefix cache: forget every hash."""
         self._found.clear()
         self._key_of.clear()
 
-    def _check(self, where: str, id: int) -> None:
-        if id not in self._holders:
+    def _check(self, where: str, id: int) -> int:
+        """Return an id as a Python integer. Raise if no block of the pool has it."""
+        if not is_int(id, 0) or int(id) not in self._holders:
             raise ValueError(f"BlockPool.{where}: id: {id!r}, but must be a block of the pool")
+        return int(id)
 
-    def _require_held(self, where: str, id: int) -> None:
-        self._check(where, id)
+    def _require_held(self, where: str, id: int) -> int:
+        id = self._check(where, id)
         if not self._holders[id]:
             raise ValueError(f"BlockPool.{where}: id: {id} is free, but must have a holder")
+        return id
