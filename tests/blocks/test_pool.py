@@ -110,6 +110,8 @@ def test_pools_refuse_what_would_lose_blocks():
 def test_equal_hashes_are_equal_prefixes():
     tokens = np.random.default_rng(0).integers(0, 2**31, 40)
     whole = jb.hash_blocks(tokens, 4)
+    # Engines store hashes and send them to others, so they must not change between versions.
+    assert jb.hash_blocks([1, 2], 2)[0].hex() == "f59df9f51bfcb52f7ae49756810ec78b"
     assert len(whole) == len(set(whole)) == 10
     assert jb.hash_blocks(tokens[:39].tolist(), 4) == whole[:9]
     assert whole[3:] == jb.hash_blocks(tokens[12:], 4, parent=whole[2])
@@ -129,6 +131,44 @@ def test_equal_hashes_are_equal_prefixes():
     assert all(group.block_size % groups.hash_block_size == 0 for group in groups.groups)
     with pytest.raises(ValueError, match="hash_block_size: 5, but must be a divisor"):
         jb.block_hashes(whole, 5, 12)
+
+
+def test_extra_bytes_keep_blocks_of_equal_tokens_apart():
+    tokens = list(range(8))
+    plain = jb.hash_blocks(tokens, 2)
+    assert jb.hash_blocks(tokens, 2, extra=[None] * 4) == plain
+    cat, dog = (jb.hash_blocks(tokens, 2, extra=[None, x, None, None]) for x in (b"cat", b"dog"))
+    assert cat[0] == dog[0] == plain[0]
+    assert len({*plain[1:], *cat[1:], *dog[1:]}) == 9
+    # A sequence may be hashed in parts, as its blocks fill up.
+    assert jb.hash_blocks(tokens[4:], 2, parent=cat[1], extra=(None, None)) == cat[2:]
+    # Neither further tokens nor a salt have the hash of extra bytes, and no bytes are not None.
+    word = np.int64(7).tobytes()
+    (extra,) = jb.hash_blocks([1], 1, extra=[word])
+    (empty,) = jb.hash_blocks([1], 1, extra=[b""])
+    longer = (np.int64([1, 7]), np.int64([1, 7, 8]), np.int64([1, 0]))
+    others = {jb.hash_blocks(x, len(x))[0] for x in longer}
+    others |= {jb.hash_blocks([1], 1)[0], *jb.hash_blocks([7], 1, parent=np.int64(1).tobytes())}
+    others |= {*jb.hash_blocks([7], 1, parent=np.int64(1).tobytes(), extra=[b""])}
+    assert len(others | {extra, empty}) == 7
+    assert jb.hash_blocks([1], 1, parent=None) == jb.hash_blocks([1], 1, parent=b"")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parent": "adapter"}, r"parent: str 'adapter', but must be bytes or None"),
+        ({"tokens": [1], "parent": "adapter"}, r"parent: str 'adapter', but must be bytes"),
+        ({"extra": [b"x"]}, r"extra: list \[b'x'\], but must be bytes or None for each of 2 full"),
+        ({"extra": ["x", None]}, r"extra: list \['x', None\], but must be bytes or None"),
+        ({"extra": b"xy"}, r"extra: bytes b'xy', but must be bytes or None for each of 2"),
+        ({"tokens": [2**64 - 1]}, r"tokens: up to 18446744073709551615, but must be at most 2\^63"),
+        ({"tokens": [[1], [2, 3]]}, r"tokens: list .*, but must be a list of integers"),
+    ],
+)
+def test_what_cannot_be_hashed_is_named(wrong, message):
+    with pytest.raises(ValueError, match=rf"(?s)^hash_blocks: 1 wrong .*{message}"):
+        jb.hash_blocks(**{"tokens": [1, 2, 3, 4], "block_size": 2, **wrong})
 
 
 def pair(format, num_blocks=6, block_size=4, kv_layout="HND", filled=True):
