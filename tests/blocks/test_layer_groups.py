@@ -1,6 +1,7 @@
 """Layer specs, page unification and grouping: vLLM's own results, and better ones."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -333,6 +334,22 @@ def test_windows_on_several_ranks_fit_their_rows(ranks, interleave):
     limits = jb.Limits(4096, 512, context_parallel=4)
     wide = jb.SlidingWindow(16, 2, 64, window=4096)
     assert (wide.max_blocks(limits), wide.row_width(limits)) == (64, 64)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("interleave", [1, 3, 16])
+def test_chunks_on_several_ranks_fit_their_bound(ranks, interleave):
+    block, length = 16, 200
+    for chunk, step in itertools.product((16, 24, 32, 48, 96), (1, 8, 30)):
+        limits = jb.Limits(length, step, context_parallel=ranks, interleave=interleave)
+        spec = jb.ChunkedLocal(block, 1, 64, chunk=chunk)
+        context, most = jb.ContextParallel(ranks, 0, interleave), 0
+        for query in range(length - step + 1):
+            for rank in range(ranks):
+                first = context.local_length(query // chunk * chunk, rank)
+                end = context.local_length(query + step, rank)
+                most = max(most, -(-end // block) - first // block if end > first else 0)
+        assert most <= spec.max_blocks(limits) <= min(most + 1, spec.row_width(limits))
 
 
 def test_bad_layers_are_named():

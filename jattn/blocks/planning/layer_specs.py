@@ -2,7 +2,8 @@
 
     full, MLA    ceil(local(L) / S)                   L tokens at most
     sliding      ceil(local(min(W - 1 + Q, L)) / S) + 1    window W, Q tokens in a step at most
-    chunked      ceil(local(min(C + Q, L)) / S)       chunks of C tokens
+    chunked      ceil(local(min(C + Q, L)) / S)       chunks of C tokens; + 1 if they may start
+                                                      inside a block of some rank
     cross        ceil(E / S)                          E encoder tokens
     state        1 + s | 2 + s | ceil(L / S) + s      modes none | align | all, s speculative tokens
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 
 from jattn.blocks.states.layouts import MODES, StateLayout
 from jattn.blocks.tables.context import ContextParallel
@@ -247,9 +249,13 @@ class ChunkedLocal(KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.chunk + limits.max_num_batched_tokens, limits.max_model_len)
-        # vLLM's bound holds for chunks of whole blocks; others may start inside a block.
-        blocks = limits.local_blocks(tokens, self.block_size) + bool(self.chunk % self.block_size)
-        return min(blocks, limits.local_blocks(limits.max_model_len, self.block_size))
+        blocks = limits.local_blocks(tokens, self.block_size)
+        # vLLM's bound holds if every chunk starts a block on every rank, so that all ranks have the
+        # same number of whole blocks before it. Other chunks may start inside a block.
+        whole, ranks = self.block_size, limits.context_parallel
+        if ranks > 1:
+            whole = ranks * math.lcm(limits.interleave, self.block_size)
+        return min(blocks + bool(self.chunk % whole), self.row_width(limits))
 
 
 @dataclasses.dataclass(frozen=True)
