@@ -77,6 +77,28 @@ def test_kernel_block_tables_are_a_view_of_the_tables():
     assert with_stride[0, 33:36].tolist() == [360, 361, 362]
 
 
+def test_ids_whose_kernel_blocks_pass_int32_are_refused():
+    groups = [jb.BlockGroup(16, 2), jb.BlockGroup(48, 2, 16)]
+    tables = jb.init_block_tables(groups, 2, stores_kernel_blocks=True)
+    most = 2**31 // 3 - 1
+    ids, counts = jb.pack_block_ids([[[2**31 - 1], [most]], [[4], [most + 1]]])
+    appended, refused = jax.jit(jb.append_block_ids)(tables, np.arange(2), ids, counts)
+    assert refused.tolist() == [False, True]
+    assert appended.num_blocks.tolist() == [[1, 0], [3, 0]]
+    assert appended.tables[0][0, 0] == 2**31 - 1
+    assert appended.tables[1][0, :3].tolist() == [3 * most, 3 * most + 1, 3 * most + 2]
+    message = (
+        rf"block_ids\[1\]: {most + 1} for sequence 1, but must be at most {most}, whose kernel"
+    )
+    with pytest.raises(ValueError, match=rf"1 wrong (?s:.)*{message}"):
+        jb.append_block_ids(tables, [0, 1], ids, counts)
+    # Tables of the manager's ids take them all, and past the counts nothing is read.
+    _, refused = jb.append_block_ids(jb.init_block_tables(groups, 2), [0, 1], ids, counts)
+    assert not refused.any()
+    _, refused = jb.append_block_ids(tables, [0, 1], ids, counts * np.array([[1, 1], [1, 0]]))
+    assert not refused.any()
+
+
 def test_slots_do_not_depend_on_the_kernel_block():
     context = jb.ContextParallel(size=2, rank=1, interleave=32)
     ids, counts = jb.pack_block_ids([[[3, 1, 2]]])

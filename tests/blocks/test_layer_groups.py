@@ -275,6 +275,16 @@ def test_states_of_two_page_sizes_are_two_groups_in_vllm():
     assert jb.group_layers([small, large], rules="0.23") == mixed
 
 
+@pytest.mark.parametrize("rules", ["0.23", "0.32", "mixed"])
+def test_states_whose_rows_differ_in_width_are_two_groups(rules):
+    layout = jb.StateLayout(((3, 1024),), ("bfloat16",))
+    layers = [jb.RecurrentState(16, layout=layout, mode=mode) for mode in ("none", "align", "none")]
+    groups = jb.group_layers(layers, rules=rules).groups
+    assert {group.layers for group in groups} == {(0,), (1,), (2,)}  # of one layer, as "align" has
+    for group in groups:
+        assert len({spec.row_width(jb.Limits(64, 8)) for spec in group.specs}) == 1
+
+
 def test_groups_say_how_much_padding_they_have():
     state = jb.gated_delta_net_state(
         num_k_heads=16,
@@ -357,6 +367,10 @@ def test_bad_layers_are_named():
         jb.SlidingWindow(0, 8, 0, window=0)
     for argument in ("block_size: 0", "head_dim: 0", "window: 0"):
         assert argument in str(error.value)
+    for reach in ({"window": -3}, {"chunk": 0}, {"window": True}):
+        ((argument, value),) = reach.items()
+        with pytest.raises(ValueError, match=f"{argument}: {value}, but must be an integer of at"):
+            jb.FullAttention(16, 8, 128, **reach)
     with pytest.raises(ValueError, match="mode: 'some', but must be one of"):
         jb.RecurrentState(16, layout=jb.StateLayout(((1,),), ("float32",)), mode="some")
     with pytest.raises(ValueError, match="2 wrong"):

@@ -576,6 +576,8 @@ def test_bad_arguments_are_all_named_at_once():
         assert argument in str(error.value)
     with pytest.raises(ValueError, match="kernel_block_size: 32, but must be a divisor"):
         jb.BlockGroup(block_size=48, max_blocks=1, kernel_block_size=32)
+    with pytest.raises(ValueError, match="has_slots: 'no', but must be a bool"):
+        jb.BlockGroup(block_size=16, max_blocks=2, has_slots="no")
     with pytest.raises(ValueError, match="rank: 4, but must be below size=4"):
         jb.ContextParallel(size=4, rank=4)
     with pytest.raises(ValueError, match=r"counts: \[1, 1\], but must be \[2, 1\]"):

@@ -326,14 +326,14 @@ def _one_group(specs: Sequence[LayerSpec], rules: str) -> bool:
     if len({spec.block_size for spec in specs}) > 1:
         return False
 
-    def reach(spec: LayerSpec) -> tuple[str, int] | tuple[str, int, int]:
+    def reach(spec: LayerSpec) -> tuple[str | int, ...]:
         if isinstance(spec, SlidingWindow):
             return "sliding", spec.window
         if isinstance(spec, ChunkedLocal):
             return "chunked", spec.chunk
         if isinstance(spec, RecurrentState):
             page = spec.page_bytes if rules == "0.32" else 0
-            return "state", spec.num_speculative_blocks, page
+            return "state", spec.mode, spec.num_speculative_blocks, page
         return "cross" if isinstance(spec, CrossAttention) else "full", 0
 
     return len(set(map(reach, specs))) == 1

@@ -31,7 +31,7 @@ from jattn.formats.token_bytes import (
     scale_bytes_per_block,
     word_bytes_per_token,
 )
-from jattn.integers import ceil_div, keep_python_ints, require_int
+from jattn.integers import ceil_div, keep_python_ints, require_int, require_ints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +191,11 @@ class FullAttention(KeysAndValues):
 
     window: int | None = None
     chunk: int | None = None
+
+    def _check(self, problems: Problems) -> bool:
+        given = {"window": self.window, "chunk": self.chunk}
+        require_ints(problems, 1, **{k: v for k, v in given.items() if v is not None})
+        return super()._check(problems)
 
     def max_blocks(self, limits: Limits) -> int:
         return self.row_width(limits)

@@ -46,8 +46,9 @@ def append_block_ids(
         count of 0 then empties the row. Entries past the new end are stale and never read.
 
     Returns: the tables, and `refused`, bool [] or [n]: True for a sequence whose ids do not fit
-      (a row would pass its capacity, an id or a count is negative, a count exceeds the ids given,
-      or the call already named the sequence). Such a sequence is unchanged in every group, so
+      (a row would pass its capacity, an id or a count is negative, an id's kernel blocks would pass
+      int32 in tables that store them, a count exceeds the ids given, or the call already named the
+      sequence). Such a sequence is unchanged in every group, so
       nothing is lost: make room and append again. A call with concrete arrays raises instead;
       `check_append` raises the same error for arrays that a jitted call refused.
     Raises: `ValueError` for wrong dtypes or shapes, and for refusals outside jit, naming each
@@ -299,10 +300,11 @@ def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]
     ids, counts = batch.ids, batch.counts
     given = jnp.asarray([x.shape[1] for x in ids], jnp.int32)[:, None]
     sound = (counts >= 0) & (counts <= given)
-    negative = [
-        jnp.any(_named_ids(x, count) < 0, axis=1) for x, count in zip(ids, counts, strict=True)
-    ]
-    sound &= ~jnp.stack(negative)
+    no_block = []
+    for x, count, most in zip(ids, counts, _largest_ids(tables), strict=True):
+        x = _named_ids(x, count)
+        no_block.append(jnp.any((x < 0) | (x > most), axis=1))
+    sound &= ~jnp.stack(no_block)
     if tables.stores_kernel_blocks:
         factors = [group.blocks_per_kv_block for group in tables.groups]
         ids = tuple(expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True))
@@ -350,11 +352,13 @@ def _raise_if_refused(tables: BlockTables, batch: _Batch) -> None:
         for g, i in np.argwhere(named & ((counts < 0) | (counts > given))).tolist():
             what = f"{counts[g, i]} for sequence {rows[i]}"
             problems.add(f"counts[{g}]", what, f"in 0..{given[g, 0]}, the ids given")
-        for g, x in enumerate(map(np.asarray, batch.ids)):
-            below = named[:, None] & (np.arange(x.shape[1]) < counts[g][:, None]) & (x < 0)
-            for i, k in np.argwhere(below).tolist():
+        for g, (ids, most) in enumerate(zip(batch.ids, _largest_ids(tables), strict=True)):
+            x = np.asarray(ids)
+            given_ids = named[:, None] & (np.arange(x.shape[1]) < counts[g][:, None])
+            for i, k in np.argwhere(given_ids & ((x < 0) | (x > most))).tolist():
                 what = f"{x[i, k]} for sequence {rows[i]}"
-                problems.add(f"block_ids[{g}]", what, "at least 0")
+                last = f"at most {most}, whose kernel blocks still fit int32"
+                problems.add(f"block_ids[{g}]", what, "at least 0" if x[i, k] < 0 else last)
         for g, i in np.argwhere(named & (ends > widths) & (counts <= given)).tolist():
             what = f"the row of sequence {rows[i]} in group {g} would end at {ends[g, i]}"
             problems.add(f"block_ids[{g}]", what, f"at most {widths[g, 0]}, its capacity")
@@ -404,6 +408,13 @@ def _append_arguments(
     if single:
         rows, counts, ids = rows[None], counts[:, None], [x[None] for x in ids]
     return _Batch(rows, tuple(ids), counts, jnp.broadcast_to(overwrite, rows.shape)), single
+
+
+def _largest_ids(tables: BlockTables) -> list[int]:
+    """Return the largest id that each group can store, expanded if the tables store that."""
+    if not tables.stores_kernel_blocks:
+        return [INT32_MAX] * len(tables.groups)
+    return [(INT32_MAX + 1) // group.blocks_per_kv_block - 1 for group in tables.groups]
 
 
 def _named_ids(ids: jax.Array, counts: jax.Array) -> jax.Array:

@@ -40,7 +40,8 @@ class BlockGroup:
         plus the tokens that speculative decoding may roll back. None: all of them.
 
     Raises: `ValueError` for a size below 1, a negative reach, a `context` that is not a
-      `ContextParallel`, or a `kernel_block_size` that does not divide `block_size`.
+      `ContextParallel`, a `has_slots` that is not a bool, or a `kernel_block_size` that does not
+      divide `block_size`.
 
     >>> group = BlockGroup(block_size=528, max_blocks=4, kernel_block_size=16)
     >>> group.blocks_per_kv_block, group.blocks_for(600)
@@ -66,6 +67,9 @@ class BlockGroup:
                 "context",
                 describe(self.context),
                 "a ContextParallel",
+            )
+            problems.require(
+                isinstance(self.has_slots, bool), "has_slots", f"{self.has_slots!r}", "a bool"
             )
             kernel = self.kernel_block_size
             if (
