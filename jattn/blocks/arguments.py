@@ -29,7 +29,11 @@ def as_int32(
 
     Concrete values that int32 cannot hold are also a problem: truncated, they would be other ids.
     """
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    array: jax.Array | np.ndarray
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:  # lists of several lengths
+        array = np.empty((), object)
     if array.size == 0 and not hasattr(value, "dtype"):
         array = array.astype(np.int32)  # an empty list has no dtype to check
     ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks

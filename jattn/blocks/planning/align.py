@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping
 from jattn.blocks.planning.kernel_sizes import (
     Backends,
     KernelSizes,
+    common_block_size,
     named_backends,
     preferred_block_size,
-    preferred_common_block_size,
     select_kernel_block_size,
     smallest_size,
     takes,
@@ -171,7 +171,7 @@ def align_hybrid_block_size(
         require_ints(problems, 1, **{k: v for k, v in asked.items() if v is not None})
         problems.require(mode in MODES, "mode", f"{mode!r}", f"one of {list(MODES)}")
         problems.require(rules in RULES, "rules", f"{rules!r}", f"one of {list(RULES)}")
-        backends = named_backends(kernel_sizes, problems)
+        backends = named_backends(problems, "kernel_sizes", kernel_sizes)
         problems.require(bool(backends), "kernel_sizes", "empty", "one entry per backend")
         unknown = sorted(set(unsplit_backends) - set(backends))
         problems.require(
@@ -184,7 +184,7 @@ def align_hybrid_block_size(
     elif rules == "0.23":
         block = preferred_block_size(first, default_block_size)
     else:
-        block = preferred_common_block_size(backends, default_block_size, as_vllm=True)
+        block = common_block_size("kernel_sizes", backends, default_block_size, as_vllm=True)
 
     granularity = max(smallest_size(first), block)
     if is_mla and rules == "0.32":

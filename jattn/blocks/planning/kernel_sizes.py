@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jattn.checks import Problems, checking
 from jattn.integers import is_int, keep_python_ints, python_int, require_int
@@ -66,7 +66,7 @@ def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -
     """
     with checking("select_kernel_block_size") as problems:
         require_int(problems, "block_size", block_size, 1)
-        named = named_backends(supported_per_backend, problems)
+        named = named_backends(problems, "supported_per_backend", supported_per_backend)
     found = _common_kernel_block(block_size, named)
     if found is not None:
         return found
@@ -84,11 +84,16 @@ def supports_block_size(sizes: KernelSizes, block_size: int) -> bool:
       block_size: tokens in a block.
 
     Returns: whether some size that the backend takes divides the block, or it states none.
+    Raises: `ValueError` if `block_size` is below 1, or for a size that is neither a positive
+      integer nor a `MultipleOf`.
 
     >>> supports_block_size([32, MultipleOf(48)], 96), supports_block_size([32], 48)
     (True, False)
     """
-    return not sizes or any(block_size % _base(size) == 0 for size in sizes)
+    with checking("supports_block_size") as problems:
+        require_int(problems, "block_size", block_size, 1)
+        known = _known_sizes(problems, "sizes", sizes)
+    return _supports(known, block_size)
 
 
 def preferred_block_size(sizes: KernelSizes, default: int) -> int:
@@ -99,12 +104,16 @@ def preferred_block_size(sizes: KernelSizes, default: int) -> int:
       default: tokens in the block to take if possible.
 
     Returns: a block size in tokens.
+    Raises: `ValueError` if `default` is below 1, or for a size that is neither a positive integer
+      nor a `MultipleOf`.
 
     >>> preferred_block_size([MultipleOf(16)], 48), preferred_block_size([64, 32], 48)
     (48, 32)
     """
-    sizes = tuple(sizes)
-    return default if supports_block_size(sizes, default) else smallest_size(sizes)
+    with checking("preferred_block_size") as problems:
+        require_int(problems, "default", default, 1)
+        known = _known_sizes(problems, "sizes", sizes)
+    return default if _supports(known, default) else smallest_size(known)
 
 
 def preferred_common_block_size(
@@ -131,16 +140,26 @@ def preferred_common_block_size(
     """
     with checking("preferred_common_block_size") as problems:
         require_int(problems, "default", default, 1)
-        named = named_backends(supported_per_backend, problems)
+        named = named_backends(problems, "supported_per_backend", supported_per_backend)
+    return common_block_size("supported_per_backend", named, default, as_vllm=as_vllm)
+
+
+def common_block_size(
+    argument: str, named: Mapping[str, KernelSizes], default: int, *, as_vllm: bool = False
+) -> int:
+    """Return the block size of `preferred_common_block_size`, for backends that were checked.
+
+    An error says that they are the caller's `argument`.
+    """
     stated = [sizes for sizes in named.values() if sizes]
     candidates = {math.lcm(*map(_base, picked)) for picked in itertools.product(*stated)}
     for size in (default, *sorted(candidates)):
-        if as_vllm and all(supports_block_size(sizes, size) for sizes in stated):
+        if as_vllm and all(_supports(sizes, size) for sizes in stated):
             return size
         if not as_vllm and _common_kernel_block(size, named) is not None:
             return size
     raise ValueError(
-        "supported_per_backend: the backends share no block size"
+        f"{argument}: the backends share no block size"
         + "".join(f"\n  - {name} takes {list(sizes)}" for name, sizes in named.items())
     )
 
@@ -161,22 +180,45 @@ def takes(sizes: KernelSizes, kernel_block_size: int) -> bool:
 
 
 def named_backends(
-    backends: Backends, problems: Problems
+    problems: Problems, argument: str, backends: Backends
 ) -> dict[str, tuple[int | MultipleOf, ...]]:
     """Return the backends by name, or as `backend 0`, `backend 1`, ...; note wrong sizes."""
+    if not isinstance(backends, Iterable):
+        problems.expect(False, argument, backends, "the sizes that each backend takes")
+        return {}
     if isinstance(backends, Mapping):
-        named = {str(name): tuple(map(python_int, sizes)) for name, sizes in backends.items()}
+        given = {str(name): sizes for name, sizes in backends.items()}
     else:
-        named = {f"backend {i}": tuple(map(python_int, sizes)) for i, sizes in enumerate(backends)}
-    for name, sizes in named.items():
-        for size in sizes:
-            problems.require(
-                isinstance(size, MultipleOf) or is_int(size, 1),
-                "supported_per_backend",
-                f"{name} has {size!r}",
-                "a positive integer or MultipleOf(n)",
-            )
-    return named
+        given = {f"backend {i}": sizes for i, sizes in enumerate(backends)}
+    return {
+        name: _known_sizes(problems, argument, sizes, f"{name} has ")
+        for name, sizes in given.items()
+    }
+
+
+def _known_sizes(
+    problems: Problems, argument: str, sizes: KernelSizes, prefix: str = ""
+) -> tuple[int | MultipleOf, ...]:
+    """Return sizes as a tuple; note wrong ones."""
+    if not isinstance(sizes, Iterable):
+        problems.add(
+            argument, f"{prefix}{sizes!r}", "a list of positive integers and MultipleOf(n)"
+        )
+        return ()
+    known = tuple(map(python_int, sizes))
+    for size in known:
+        problems.require(
+            isinstance(size, MultipleOf) or is_int(size, 1),
+            argument,
+            f"{prefix}{size!r}",
+            "a positive integer or MultipleOf(n)",
+        )
+    return known
+
+
+def _supports(sizes: KernelSizes, block_size: int) -> bool:
+    """Return whether some size divides the block, or there are none."""
+    return not sizes or any(block_size % _base(size) == 0 for size in sizes)
 
 
 def _common_kernel_block(block_size: int, named: Mapping[str, KernelSizes]) -> int | None:

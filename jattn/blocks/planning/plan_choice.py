@@ -13,6 +13,7 @@ from jattn.blocks.planning.plans import (
     HybridModel,
     one_state_per_page,
     pages_per_state,
+    require_lengths,
     states_in_pages,
     states_per_page,
     table,
@@ -96,12 +97,10 @@ def plan_hybrid_cache(
     """
     lengths, block_sizes = (tuple(map(python_int, x)) for x in (lengths, block_sizes))
     with checking("plan_hybrid_cache") as problems:
-        named = named_backends(kernel_sizes, problems)
+        named = named_backends(problems, "kernel_sizes", kernel_sizes)
         problems.require(bool(named), "kernel_sizes", "empty", "one entry per backend")
         for name, values in (("lengths", lengths), ("block_sizes", block_sizes)):
-            problems.require(bool(values), name, "empty", "one or more integers")
-            for i, value in enumerate(values):
-                require_int(problems, f"{name}[{i}]", value, 1)
+            require_lengths(problems, name, values)
         require_int(problems, "max_pages", max_pages, 1)
         limits = {"memory_bytes": memory_bytes, "state_block_size": state_block_size}
         require_ints(problems, 1, **{k: v for k, v in limits.items() if v is not None})

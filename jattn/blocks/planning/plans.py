@@ -33,8 +33,8 @@ from jattn.blocks.planning.align import align_hybrid_block_size
 from jattn.blocks.planning.kernel_sizes import (
     Backends,
     MultipleOf,
+    common_block_size,
     named_backends,
-    preferred_common_block_size,
     select_kernel_block_size,
 )
 from jattn.blocks.planning.layer_specs import (
@@ -43,11 +43,12 @@ from jattn.blocks.planning.layer_specs import (
     LayerSpec,
     RecurrentState,
 )
-from jattn.checks import checking
+from jattn.checks import Problems, checking
 from jattn.integers import (
     ceil_div,
     keep_python_ints,
     max_blocks,
+    python_int,
     require_int,
     require_ints,
     round_up,
@@ -308,12 +309,19 @@ class CachePlan:
         return pages + self.state_bytes_held(length)
 
     def cost(
-        self, lengths: Sequence[int] = LENGTHS, *, state_block_size: int | None = None
+        self, lengths: Iterable[int] = LENGTHS, *, state_block_size: int | None = None
     ) -> float:
         """Return the mean over `lengths` of held / ideal - 1.
 
         The ideal has a state per `state_block_size` (None: that of the plan).
+
+        Raises: `ValueError` if there are no lengths, or for a size below 1.
         """
+        lengths = tuple(map(python_int, lengths))
+        with checking(f"CachePlan {self.name!r}.cost") as problems:
+            require_lengths(problems, "lengths", lengths)
+            if state_block_size is not None:
+                require_int(problems, "state_block_size", state_block_size, 1)
         wanted = state_block_size or self.state_block_size
         overhead = (self.held_bytes(n) / self.model.ideal_bytes(n, wanted) - 1 for n in lengths)
         return sum(overhead) / len(lengths)
@@ -439,7 +447,7 @@ def one_state_per_page(
     (1072, 12288)
     """
     with checking("one_state_per_page") as problems:
-        named = named_backends(kernel_sizes, problems)
+        named = named_backends(problems, "kernel_sizes", kernel_sizes)
         problems.require(
             platform in PLATFORM_BLOCKS,
             "platform",
@@ -538,13 +546,15 @@ def states_in_pages(
       max_padding_percent: if some n pads no more than this, take the smallest such n.
 
     Returns: `CachePlan`, or None if no state fits in `max_pages` pages.
-    Raises: `ValueError` as `two_pools`.
+    Raises: `ValueError` if `max_pages` is below 1, and as `two_pools`.
 
     >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=20480)
     >>> plan = states_in_pages(model, {"flash": [MultipleOf(16)]})
     >>> plan.states, plan.pages, plan.padding_bytes
     (4, 5, 0)
     """
+    with checking("states_in_pages") as problems:
+        require_int(problems, "max_pages", max_pages, 1)
     named, block = _common_block("states_in_pages", kernel_sizes, block_size)
     page = block * model.token_word_bytes
     found = []
@@ -561,6 +571,13 @@ def states_in_pages(
     pages, states = pages // common, states // common
     why = f"{states} state(s) fill {pages} page(s) best, of at most {max_pages}"
     return _plan("several over several", model, named, block, states, pages, why, state_block_size)
+
+
+def require_lengths(problems: Problems, argument: str, lengths: Sequence[object]) -> None:
+    """Note a problem unless there are lengths, all of them positive integers."""
+    problems.require(bool(lengths), argument, "empty", "one or more integers")
+    for i, length in enumerate(lengths):
+        require_int(problems, f"{argument}[{i}]", length, 1)
 
 
 def table(
@@ -598,8 +615,9 @@ def _common_block(
 ) -> tuple[dict[str, tuple[int | MultipleOf, ...]], int]:
     """Return the backends by name, and a block that all of them can read."""
     with checking(where) as problems:
-        named = named_backends(kernel_sizes, problems)
-    return named, preferred_common_block_size(named, block_size)
+        named = named_backends(problems, "kernel_sizes", kernel_sizes)
+        require_int(problems, "block_size", block_size, 1)
+    return named, common_block_size("kernel_sizes", named, block_size)
 
 
 def _plan(

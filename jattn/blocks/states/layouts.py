@@ -36,8 +36,8 @@ class StateLayout:
       shapes: the shape of each tensor.
       dtypes: the name of each tensor's dtype.
 
-    Raises: `ValueError` if there are more or fewer dtypes than shapes, for a negative size, or for
-      an unknown dtype.
+    Raises: `ValueError` if there are no shapes, or more or fewer dtypes than shapes, for a negative
+      size, or for an unknown dtype.
 
     >>> layout = StateLayout(((3, 6144), (64, 64, 128)), ("bfloat16", "float32"))
     >>> layout.tensor_bytes, layout.nbytes
@@ -52,6 +52,7 @@ class StateLayout:
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
         with checking("StateLayout") as problems:
+            problems.require(bool(shapes), "shapes", "empty", "one shape or more")
             problems.require(
                 len(self.shapes) == len(self.dtypes),
                 "dtypes",

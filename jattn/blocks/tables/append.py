@@ -379,7 +379,9 @@ def _append_arguments(
         many = problems.require(
             isinstance(block_ids, (tuple, list)) and len(block_ids) == num_groups,
             "block_ids",
-            f"{type(block_ids).__name__} of {len(block_ids)}",
+            f"{type(block_ids).__name__} of {len(block_ids)}"
+            if isinstance(block_ids, (tuple, list))
+            else describe(block_ids),
             f"a tuple with the ids of each of {num_groups} group(s)",
         )
         ids = [
