@@ -286,6 +286,20 @@ def test_blocks_go_to_pools_of_another_shape(format, size, layout):
             assert not tokens_of(new, rest).any()
 
 
+def test_one_program_puts_any_number_of_blocks():
+    """Padding ids, as put_blocks says, instead of counting tokens."""
+    caches, empty = pair(jattn.Int8()), pair(jattn.Int8(), 5, 8, filled=False)
+    take, put = jax.jit(jb.take_blocks), jax.jit(jb.put_blocks)
+    for ids, to in (([3, 1, 2, -1], [4, 0]), ([5, -1, -1, -1], [2, -1])):
+        moved = put(empty, np.asarray(to), take(caches, np.asarray(ids)))
+        named, held = [i for i in to if i >= 0], [i for i in ids if i >= 0]
+        for cache, new in zip(caches, moved, strict=True):
+            tokens, count = tokens_of(new, named), 4 * len(held)
+            np.testing.assert_array_equal(tokens[:count], tokens_of(cache, held))
+            assert not tokens_of(new, np.setdiff1d(np.arange(5), named)).any()
+    assert take._cache_size() == put._cache_size() == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "float16"])
 def test_plain_arrays_keep_every_bit(dtype):
     bits = np.random.default_rng(0).integers(0, 256, (5, 2, 4, 16), np.uint8)
@@ -328,8 +342,15 @@ def test_blocks_that_do_not_fit_are_named():
         jb.put_blocks(pair(jattn.Int4(), filled=False), [0, 1], taken)
     with pytest.raises(ValueError, match=r"ids: 1 ids for 8 tokens in 2 blocks of 4, .* 2, blocks"):
         jb.put_blocks(pair(int8, filled=False), [0], taken)
-    with pytest.raises(ValueError, match=r"ids: 3 ids for 9 tokens in 2 blocks of 4"):
-        jb.put_blocks(pair(int8, filled=False), [0, 1, 2], taken, num_tokens=9)
+    message = r"num_tokens: 9, but must be at most 8, the tokens in blocks\[0\], 2 blocks of 4"
+    for ids in ([0, 1, 2], [0, 1]):
+        with pytest.raises(ValueError, match=message) as error:
+            jb.put_blocks(pair(int8, filled=False), ids, taken, num_tokens=9)
+        assert "ids" not in str(error.value)
+    states = jnp.zeros((4, 8))
+    message = r"1 wrong (?s:.)*num_tokens: 2 for blocks\[0\], float32\[2, 8\], but must be None"
+    with pytest.raises(ValueError, match=message):
+        jb.put_blocks(states, [0, 1], jb.take_blocks(states, [0, 1]), num_tokens=2)
     with pytest.raises(ValueError, match=r"blocks: 1 caches, but must be 2, as caches"):
         jb.put_blocks(pair(int8, filled=False), [0, 1], taken[:1])
     other = jattn.init_kv_cache(3, 4, 4, 16, format=int8)

@@ -103,13 +103,16 @@ def put_blocks(
       kv_layout: layout of `caches`. None: the layout of a `KVArray`, "HND" for plain arrays.
       blocks_layout: layout of `blocks`. None: the layout of a `KVArray`, that of `caches` for plain
         arrays.
-      num_tokens: tokens to write, from the first of `blocks` on. Static. None: all of them.
+      num_tokens: tokens to write, from the first of `blocks` on. Static, so every count compiles
+        a program. Where counts vary, leave it out: take and put a few fixed numbers of blocks, with
+        ids padded with -1. None: all of them.
 
     Returns: the caches.
     Raises: `ValueError` for formats, dtypes or heads that differ, for a layout that is unknown or
-      not that of a `KVArray`, for a scale per block between blocks of two sizes, for more or fewer
-      ids than the tokens need, for concrete ids in 0..N-1 named twice, and for concrete scales per
-      head or cache that differ.
+      not that of a `KVArray`, for a scale per block between blocks of two sizes, for more tokens
+      than `blocks` hold, for `num_tokens` of arrays without tokens, for more or fewer ids than the
+      tokens need, for concrete ids in 0..N-1 named twice, and for concrete scales per head or
+      cache that differ.
 
     >>> caches = jnp.arange(8.0).reshape(2, 1, 4, 1)  # two blocks of 4 tokens
     >>> larger = jnp.zeros((3, 1, 8, 1))
@@ -267,11 +270,23 @@ def _check_fit(
         same = (heads, last) == (new_heads, new_last)
     else:
         size = new_size = 1
-        same = words.shape[1:] == new.shape[1:] and num_tokens is None
+        same = words.shape[1:] == new.shape[1:]
+        if num_tokens is not None:
+            what = f"{num_tokens} for {name}, {describe(new)}"
+            problems.add("num_tokens", what, "None for arrays that are not 4-dimensional")
+            return
     problems.require(same, name, describe(new), f"blocks for {describe(words)}")
-    tokens = new.shape[0] * new_size if num_tokens is None else num_tokens
+    held = new.shape[0] * new_size
+    tokens = held if num_tokens is None else num_tokens
+    if not problems.require(
+        tokens <= held,
+        "num_tokens",
+        f"{tokens}",
+        f"at most {held}, the tokens in {name}, {new.shape[0]} blocks of {new_size}",
+    ):
+        return
     problems.require(
-        ceil_div(tokens, size) == num_ids and tokens <= new.shape[0] * new_size,
+        ceil_div(tokens, size) == num_ids,
         "ids",
         f"{num_ids} ids for {tokens} tokens in {new.shape[0]} blocks of {new_size}",
         f"{ceil_div(tokens, size)}, blocks of {size} for all of the tokens",
