@@ -84,7 +84,7 @@ def step(caches, tables, tokens, starts, seq_lens, block_ids, counts, *, max_que
     first = jnp.repeat(seq_lens - lengths - starts[:-1], lengths, total_repeat_length=len(tokens))
     positions = first + jnp.arange(len(tokens), dtype=jnp.int32)
     tables, _ = jb.append_block_ids(tables, rows, block_ids, counts)
-    block_tables = jb.gather_block_tables(tables, rows)[0]
+    block_tables = jb.gather_block_tables(tables, rows, fill=-1)[0]
     slots = jb.compute_slot_mapping(tables, rows, starts, positions)[0]
     batch = jattn.AttentionMetadata(block_tables, seq_lens, starts, slots, max_query_len)
     logits, caches = model(caches, tokens, positions, batch)
