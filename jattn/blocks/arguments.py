@@ -38,6 +38,8 @@ def as_int32(
         array = array.astype(np.int32)  # an empty list has no dtype to check
     ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
     must = " or ".join(f"{rank}-dimensional" for rank in ranks)
+    if len(ranks) > 3:
+        must = f"of {ranks[0]} to {ranks[-1]} dimensions"
     ok = problems.expect(ok, argument, value, f"an integer array, {must}")
     if ok and not np.can_cast(array.dtype, np.int32) and not isinstance(array, jax.core.Tracer):
         array = np.asarray(array)
