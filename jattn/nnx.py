@@ -16,8 +16,9 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from flax import nnx
 
-from jattn import api, cache, formats, metadata
+from jattn import api, cache, checks, formats, implementations, integers, metadata
 from jattn import call as calls
+from jattn.call import arrays
 
 
 class KVCache(nnx.Variable):
@@ -36,7 +37,8 @@ class PagedAttention(nnx.Module):
       key_cache, value_cache: `KVCache` variables; `value_cache` is None with `values_in_keys`.
 
     Raises:
-      ValueError: as `jattn.init_kv_cache`, or `values_in_keys` is given without `value_dim`.
+      ValueError: as `jattn.init_kv_cache`, or `values_in_keys` is given without a `value_dim` from
+        1 to `head_dim`.
 
     Example:
       >>> import jattn, jattn.nnx
@@ -65,6 +67,21 @@ class PagedAttention(nnx.Module):
                 "PagedAttention: value_dim is None, but must be the number of leading elements of "
                 "a key that are its value, because values_in_keys is True"
             )
+        if values_in_keys and integers.is_int(head_dim, 1):
+            step = format.values_per_word if isinstance(format, formats.Format) else 1
+            with checks.checking("PagedAttention") as problems:
+                problems.expect(
+                    integers.is_int(value_dim, 1) and value_dim <= head_dim,
+                    "value_dim",
+                    value_dim,
+                    f"an integer from 1 to head_dim = {head_dim}",
+                )
+                problems.expect(
+                    not integers.is_int(value_dim, 1) or value_dim % step == 0,
+                    "value_dim",
+                    value_dim,
+                    f"a multiple of {step}: {format} stores {step} numbers in a word",
+                )
         keys, values = cache.init_kv_cache(
             num_blocks,
             num_kv_heads,
@@ -213,11 +230,14 @@ class PagedAttention(nnx.Module):
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Call `update` with the batch's slots, then `attend`.
 
-        The arguments of `attend` are checked before anything is written. `k_scale` and `v_scale`
-        apply to both, and so does an `implementation` that can do both.
+        The arguments of `attend` are checked, and its implementation is chosen, before anything is
+        written. `k_scale` and `v_scale` apply to both, and so does an `implementation` that can do
+        both.
         """
-        calls.describe_call(calls.Arguments(**self._arguments(query, batch, return_lse, options)))
+        given = calls.Arguments(**self._arguments(query, batch, return_lse, options))
         implementation = options.get("implementation")
+        implementations.choose(calls.describe_call(given), implementation)
+        arrays.check_numbers("paged_attention", vars(given))
         self.update(
             *(key, value, batch.slot_mapping),
             k_scale=options.get("k_scale"),

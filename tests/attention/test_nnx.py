@@ -99,8 +99,14 @@ def test_scales_are_of_what_is_written_and_read_and_nothing_is_written_before_ch
     query, key, value = numbers(6, 21, H, D), numbers(7, 21, K, D), numbers(8, 21, K, D)
     scales = {"k_scale": jnp.asarray([2.0, 0.5]), "v_scale": 4.0}
     before = attention.key_cache.get_value().data
-    for wrong in ({"sinks": jnp.ones(3)}, {"scale": "1"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+    for wrong in (
+        {"sinks": jnp.ones(3)},
+        {"scale": "1"},
+        {"sinks": jax.ShapeDtypeStruct((H,), jnp.float32)},
+        {"implementation": "cuda"},
+        {"implementation": ("mosaic_gpu", "triton"), "out_dtype": jnp.float32},
+    ):
+        with pytest.raises((ValueError, jattn.UnsupportedError), match=next(iter(wrong))):
             attention(query, key, value, BEFORE, **wrong)
     assert attention.key_cache.get_value().data is before
     out = attention(query, key, value, BEFORE, **scales, implementation="xla")
@@ -121,5 +127,12 @@ def test_shapes_without_memory_and_refusals():
     assert narrow.value_cache.get_value().shape == (N, 1, S, 64)
     with pytest.raises(ValueError, match="value_dim is None, but must be"):
         jattn.nnx.PagedAttention(N, 1, S, 96, values_in_keys=True)
+    for wrong in ("a", 0, 97, True):
+        with pytest.raises(ValueError, match=r"value_dim: .*an integer from 1 to head_dim = 96"):
+            jattn.nnx.PagedAttention(N, 1, S, 96, value_dim=wrong, values_in_keys=True)
+    with pytest.raises(ValueError, match=r"value_dim: int 33, but must be a multiple of 2"):
+        jattn.nnx.PagedAttention(
+            N, 1, S, 96, value_dim=33, values_in_keys=True, format=jattn.Int4()
+        )
     with pytest.raises(ValueError, match="head_dim"):
         jattn.nnx.PagedAttention(N, 1, S, 0)
