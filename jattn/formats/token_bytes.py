@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ _FORMATS: dict[str, Format] = {
     "int8_per_token_head": Int8(),
     "fp8_per_token_head": Fp8("e4m3", "token"),
 }
-CacheDtype = str | Format | tuple[str | Format, str | Format]
+CacheDtype = str | Format | tuple[str | Format, str | Format]  # or what `with_name` converts
 
 
 @with_python_ints
@@ -60,8 +61,9 @@ def kv_bytes_per_token(
       num_kv_heads: K, KV heads of the model; a rank keeps `max(1, K // tensor_parallel)`.
       head_dim: D, of keys; the latent's width with `is_mla`.
       value_dim: V, of values; None for D. MLA has no values.
-      dtype: a cache format (`jattn.Int4()`, say), a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2",
-        "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and for values.
+      dtype: a cache format (`jattn.Int4()`, say), a dtype or its name, "fp8", "fp8_e4m3",
+        "fp8_e5m2", "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and
+        for values.
         A scale per block belongs to no token and is not counted: see `FullAttention.page_bytes`.
       is_mla: one latent vector per token instead of keys and values per head, on every rank:
         `num_kv_heads`, `value_dim` and `tensor_parallel` then have no effect.
@@ -77,6 +79,7 @@ def kv_bytes_per_token(
     >>> kv_bytes_per_token(2, 128, dtype=Nvfp4())
     288
     """
+    dtype = with_name(dtype)
     with checking("kv_bytes_per_token") as problems:
         check_token_layout(problems, num_kv_heads, head_dim, value_dim, dtype, is_mla)
         require_int(problems, "tensor_parallel", tensor_parallel, 1)
@@ -168,6 +171,15 @@ def check_token_layout(
                 f"a multiple of {one.dim_multiple}",
             )
     return good and sized
+
+
+def with_name(dtype: Any) -> Any:
+    """Convert a dtype or scalar type, alone or in a pair, to its name; keep anything else."""
+    if isinstance(dtype, tuple):
+        return tuple(map(with_name, dtype))
+    if not isinstance(dtype, np.dtype | type) or np.dtype(dtype) == np.dtype(object):
+        return dtype  # NumPy takes a type that has nothing to do with numbers for one of objects
+    return np.dtype(dtype).name
 
 
 def _pair(dtype: CacheDtype) -> tuple[str | Format, ...]:

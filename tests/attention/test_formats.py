@@ -263,11 +263,26 @@ def test_planners_size_every_format(format):
         ((jattn.Int4(), "int3"), {}, "dtype: .*int3.* must be a cache format, a pair"),
         ((jattn.Int4(),), {}, "dtype: .* must be a cache format, a pair"),
         ((jattn.Int4(), jattn.Int4()), {"is_mla": True}, "must be a cache format or one of"),
+        (np.dtype(np.int16), {}, "dtype: .*int16.* must be a cache format, a pair"),
+        (jattn.Int4, {}, "dtype: .*Int4.* must be a cache format, a pair"),
+        (["bfloat16", "bfloat16"], {}, "dtype: .* must be a cache format, a pair"),
     ],
 )
 def test_formats_that_planners_refuse(dtype, options, message):
     with pytest.raises(ValueError, match=message):
         jb.kv_bytes_per_token(2, 32, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.float32, jnp.float32])
+def test_planners_take_dtypes_as_their_names(dtype):
+    assert jb.kv_bytes_per_token(2, 32, dtype=dtype) == 2 * 64 * 4
+    assert jb.kv_bytes_per_token(2, 32, dtype=(dtype, "int8")) == 2 * 32 * 5
+    named = jb.FullAttention(16, 2, 32, dtype="float32")
+    assert {jb.FullAttention(16, 2, 32, dtype=dtype)} == {named}
+    pair = jb.FullAttention(16, 2, 32, dtype=(dtype, dtype))
+    assert pair.dtype == ("float32", "float32")
+    assert pair.page_bytes == named.page_bytes
+    assert jb.LatentAttention(16, head_dim=64, dtype=dtype).dtype == "float32"
 
 
 def test_a_donated_kvarray_is_reused():

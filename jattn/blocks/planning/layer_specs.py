@@ -29,6 +29,7 @@ from jattn.formats.token_bytes import (
     kv_bytes_per_token,
     page_share_bytes,
     scale_bytes_per_block,
+    with_name,
     word_bytes_per_token,
 )
 from jattn.integers import ceil_div, keep_python_ints, require_int, require_ints
@@ -135,6 +136,10 @@ class KeysAndValues(LayerSpec):
     head_dim: int
     value_dim: int | None = None
     dtype: CacheDtype = "bfloat16"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", with_name(self.dtype))
+        super().__post_init__()
 
     def _check(self, problems: Problems) -> bool:
         return check_token_layout(
@@ -303,6 +308,10 @@ class LatentAttention(LayerSpec):
 
     head_dim: int = dataclasses.field(kw_only=True)
     dtype: CacheDtype = dataclasses.field(default="bfloat16", kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", with_name(self.dtype))
+        super().__post_init__()
 
     def _check(self, problems: Problems) -> bool:
         return check_token_layout(problems, 1, self.head_dim, None, self.dtype, True)
