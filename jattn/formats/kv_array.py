@@ -157,10 +157,11 @@ class KVArray:
         A `scale` that is a number becomes a float32 array.
 
         Raises:
-          ValueError: such a scale is 0 in float32, or not finite.
+          ValueError: such a scale is 0 in float32, or not finite, or is a list or a string.
         """
         scale = changes.get("scale")
-        if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        # Anything else may stand for an array, as a PartitionSpec does.
+        if isinstance(scale, numbers.Real | np.bool_ | list | tuple | str):
             with checks.checking("KVArray.replace") as problems:
                 problems.expect(_is_sound_scale(scale), "scale", scale, _SCALE)
             changes["scale"] = jnp.asarray(rounding.as_float32(scale))

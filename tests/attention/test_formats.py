@@ -305,6 +305,10 @@ def test_from_values_scales():
     for wrong in (0.0, float("nan"), 1e39, np.float32(1e-45)):
         with pytest.raises(ValueError, match=r"replace: .*\n  - scale: .* finite and not 0"):
             cache.replace(scale=wrong)
+    for wrong in (True, np.True_, [0.5, 0.5], (0.5,), "0.5"):
+        with pytest.raises(ValueError, match=r"replace: .*\n  - scale: .* finite and not 0"):
+            cache.replace(scale=wrong)
+    assert cache.replace(scale=None).scale is None
     with pytest.raises(ValueError, match=r"scale: .* must be None") as error:
         jattn.KVArray.from_values(jnp.zeros((1, 1, 1, 1), jnp.int32), jattn.Dense(), 0.5)
     assert "values: int32" in str(error.value)
