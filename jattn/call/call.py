@@ -276,7 +276,7 @@ def _check_value_dim(
         f"an integer from 1 to D{arrays.axis_is('D', head_dim)}",
     )
     _, format = formats.storage(given.key_cache)
-    step = 1 if format is None else format.values_per_word
+    step = format.values_per_word if isinstance(format, formats.Format) else 1
     problems.expect(
         not integers.is_int(size, 1) or size % step == 0,
         "value_dim",

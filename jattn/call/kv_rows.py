@@ -40,7 +40,7 @@ def check_rows(
         return None
     format = formats.plain_format(cache.data.dtype) if cache.format is None else cache.format
     good &= problems.require(
-        format is not None
+        isinstance(format, formats.Format)
         and format.per in (None, "head")
         and (format.values_per_word, format.group) == (1, None)
         and cache.data.dtype == (format.word_dtype if cache.format else format.value_dtype),

@@ -198,6 +198,8 @@ def test_what_does_not_fit_is_refused_by_its_field():
         ({"value_start": 0, "value_dim": 33}, "key_cache.value_start: 0, but must be at least"),
         ({"head_dim": 0}, "key_cache.head_dim: int 0, but must be an integer of at least 1"),
         ({"format": jattn.Int8()}, "key_cache.format: Int8"),
+        ({"format": "fp8"}, "key_cache.format: fp8 for float32.*, but must be None for floats"),
+        ({"format": jattn.Fp8}, "key_cache.format: <class 'jattn.*Fp8'> for float32"),
         ({"data": jnp.zeros((2, S, K, 2, D), jnp.int32)}, "key_cache.format: None for int32"),
         ({"data": jnp.zeros((2, S))}, r"key_cache.data: of shape \[2, 16\]"),
     ):
