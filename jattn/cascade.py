@@ -101,7 +101,7 @@ def cascade_attention(
 
     Returns:
       As `paged_attention`. If a query token is in the shared blocks, its whole sequence is NaN. If
-      `num_shared_blocks` is an array whose value is out of range, all sequences are.
+      `num_shared_blocks` is a JAX array whose value is out of range, all sequences are.
 
     Raises:
       ValueError: arguments do not fit, as in `paged_attention`, or `num_shared_blocks` is below 0
@@ -167,10 +167,11 @@ def cascade_attention(
 
 def _check_shared(num_shared_blocks: object, width: int) -> None:
     """Raise `ValueError` unless a table of this width has so many blocks."""
+    known = integers.of_array(num_shared_blocks)
     with checks.checking("cascade_attention") as problems:
         problems.expect(
-            integers.is_int(num_shared_blocks, 0) and int(num_shared_blocks) <= width
-            if isinstance(num_shared_blocks, numbers.Number)
+            integers.is_int(known, 0) and int(known) <= width
+            if isinstance(known, numbers.Number)
             else arrays.matches(num_shared_blocks, np.integer, ()),
             "num_shared_blocks",
             num_shared_blocks,

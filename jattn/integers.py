@@ -43,6 +43,12 @@ def python_int(x: Any) -> Any:
     return int(x) if isinstance(x, np.integer) else x
 
 
+def of_array(x: Any) -> Any:
+    """Convert a 0-d NumPy array of integers to a Python integer; keep anything else."""
+    known = isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "iu"
+    return int(x) if known else x
+
+
 def with_python_ints(f: Callable[P, R]) -> Callable[P, R]:
     """Wrap `f` so that NumPy integers among its arguments become Python ones."""
 

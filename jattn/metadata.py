@@ -382,7 +382,9 @@ def _check_arrays(
         arrays.check_int32(problems, "query_start_loc", query_start_loc, (after,), ("B + 1",))
         shape = arrays.shape_of(block_tables)
         flat = size is not None and size > 0 and len(shape) == 1 and shape[0] % size == 0
-        shaped = problems.expect(
+        shaped = arrays.check_int32_values(
+            problems, "block_tables", block_tables
+        ) and problems.expect(
             arrays.matches(block_tables, np.int32, (size, None)) or
             (flat and arrays.matches(block_tables, np.int32, (None,))),
             "block_tables",
@@ -394,27 +396,30 @@ def _check_arrays(
         )
         for name, static in (("num_tokens", num_tokens), ("block_size", block_size)):
             problems.expect(integers.is_int(static, 1), name, static, "an integer of at least 1")
-        problems.expect(
-            num_seqs is None
-            or (integers.is_int(num_seqs, 0) and (size is None or num_seqs <= size))
-            or arrays.matches(num_seqs, np.int32, (), (1,)),
-            "num_seqs",
-            num_seqs,
-            f"an integer between 0 and B{arrays.axis_is('B', size)}, or int32 of shape [] or [1]",
-        )
+        if arrays.check_int32_values(problems, "num_seqs", num_seqs):
+            b = arrays.axis_is("B", size)
+            problems.expect(
+                num_seqs is None
+                or (integers.is_int(num_seqs, 0) and (size is None or num_seqs <= size))
+                or arrays.matches(num_seqs, np.int32, (), (1,)),
+                "num_seqs",
+                num_seqs,
+                f"an integer between 0 and B{b}, or int32 of shape [] or [1]",
+            )
         problems.expect(
             max_query_len is None or integers.is_int(max_query_len, 1),
             "max_query_len",
             max_query_len,
             "None or an integer of at least 1",
         )
-        problems.expect(
-            distribution is None
-            or (num_seqs is None and arrays.matches(distribution, np.int32, (3,))),
-            "distribution",
-            distribution,
-            "int32[3], or None where num_seqs is given",
-        )
+        if arrays.check_int32_values(problems, "distribution", distribution):
+            problems.expect(
+                distribution is None
+                or (num_seqs is None and arrays.matches(distribution, np.int32, (3,))),
+                "distribution",
+                distribution,
+                "int32[3], or None where num_seqs is given",
+            )
 
 
 def _slots(

@@ -48,7 +48,7 @@ def check_given(where: str, arguments: Mapping[str, object]) -> None:
     with checks.checking(where) as problems:
         for name, x in _parts(arguments):
             shape = getattr(x, "shape", ())
-            if isinstance(shape, tuple) and not all(isinstance(size, int) for size in shape):
+            if isinstance(shape, tuple) and not all(isinstance(n, int | np.integer) for n in shape):
                 must = "of a concrete shape: each shape compiles a program"
                 problems.require(False, name, f"of the symbolic shape {list(shape)}", must)
             elif isinstance(x, np.ndarray) and not x.dtype.isnative:
@@ -147,15 +147,20 @@ def check_int32(
     problems: checks.Problems, name: str, x: object, shape: Shape, axes: tuple[str, ...]
 ) -> bool:
     """Check for int32 of `shape`, with these axis names; a None in it stands for any length."""
-    if isinstance(x, np.ndarray) and x.dtype.kind == "i":
-        if not integers.require_int32_values(problems, name, x):
-            return False
-        native = x.dtype.isnative
-        if not problems.require(native, name, f"of byte order {x.dtype.str!r}", "native"):
-            return False
+    if not check_int32_values(problems, name, x):
+        return False
     sizes = zip(shape, axes, strict=True)
     text = ", ".join(axis if want is None else str(want) for want, axis in sizes)
     return problems.expect(matches(x, np.int32, shape), name, x, f"int32[{text}]")
+
+
+def check_int32_values(problems: checks.Problems, name: str, x: object) -> bool:
+    """Check that int32 holds the numbers of `x`, if it is a NumPy array of integers."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind != "i":
+        return True
+    if not integers.require_int32_values(problems, name, x):
+        return False
+    return problems.require(x.dtype.isnative, name, f"of byte order {x.dtype.str!r}", "native")
 
 
 def check_float(problems: checks.Problems, name: str, x: object, above: float = -math.inf) -> None:
@@ -170,9 +175,7 @@ def check_float(problems: checks.Problems, name: str, x: object, above: float = 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
     """Check for None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
-    known = x
-    if isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "iu":
-        known = int(x)
+    known = integers.of_array(x)
     ok = integers.is_int(known, 1) and integers.fits_int32(1, int(known))
     if not isinstance(x, np.ndarray | np.generic):
         ok = ok or x is None or matches(x, np.int32, ())

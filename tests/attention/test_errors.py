@@ -445,6 +445,8 @@ def test_explain():
     assert both == "reference: taken\nxla: could run it, but comes later"
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good().items()}
     assert jattn.explain(**structs) == why
+    query = jax.ShapeDtypeStruct((np.int64(T), np.int32(H), D), f32)
+    assert jattn.explain(**{**structs, "query": query}) == why
 
 
 @pytest.mark.parametrize("row", implementations.ROWS, ids=lambda row: row.implementation)
@@ -504,6 +506,20 @@ def test_wide_and_foreign_integers_are_never_cut():
         jattn.paged_attention(query, pool, pool, **{**good, "seq_lens": np.ones(1, ">i4")})
     with pytest.raises(ValueError, match=r"slot_mapping: values 4294967297 .*within int32"):
         jattn.update_kv_cache(pool, pool, query, query, np.array([2**32 + 1]))
+    batch = {**good, "query_start_loc": np.array([0, 1]), "num_tokens": 1, "block_size": 4}
+    jattn.AttentionMetadata.from_arrays(**batch, num_seqs=np.array([1]))
+    for name, wide in (
+        ("block_tables", np.array([[2**32 + 3]])),
+        ("block_tables", np.array([2**32 + 3])),
+        ("num_seqs", np.array(2**32 + 1)),
+        ("num_seqs", np.array([2**32 + 1])),
+        ("distribution", np.array([0, 0, 2**32 + 1])),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}: values .* 429496729\d, .*within int32"):
+            jattn.AttentionMetadata.from_arrays(**{**batch, name: wide})
+    for wide in (2**32, 2**32 + 1, -1):
+        with pytest.raises(ValueError, match=r"num_shared_blocks: .*an integer from 0 to 1"):
+            jattn.cascade_attention(query, pool, pool, num_shared_blocks=np.array(wide), **good)
 
 
 def test_long_values_are_cut_in_messages():
