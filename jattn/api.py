@@ -248,7 +248,10 @@ def explain(
       >>> print(why)
       xla: taken
     """
-    given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    given = calls.Arguments[calls.ArrayOrStruct].of(
+        "explain", query=query, **caches, return_lse=return_lse, **options
+    )
     call = calls.describe_call(given)
     refused = implementations.refusals(call, given.implementation)
     refusals = {name: tuple(reasons) for name, reasons in refused}

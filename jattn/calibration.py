@@ -49,12 +49,12 @@ class Calibration:
         """
         pair = format if isinstance(format, tuple) else (format, format)
         with checks.checking("Calibration.scales") as problems:
-            for one in pair:
+            for one in pair if len(pair) == 2 else (format,):
                 problems.expect(
                     isinstance(one, formats.Format) and one.takes_scale,
                     "format",
                     one,
-                    "one that takes a scale per head: jattn.Fp8 or jattn.Nvfp4",
+                    "one that takes a scale per head, or a pair of them: jattn.Fp8 or jattn.Nvfp4",
                 )
 
         def scale(most: jax.Array, one: formats.Format) -> jax.Array:

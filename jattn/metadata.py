@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +63,18 @@ class AttentionMetadata:
         with checks.checking("AttentionMetadata.from_lengths") as problems:
             queries = _integers(problems, "query_lens", query_lens)
             keys = _integers(problems, "seq_lens", seq_lens)
+            is_table = isinstance(block_tables, Iterable) and getattr(block_tables, "ndim", 1) > 0
+            must = "[B, M] integers, or B lists of block ids"
+            problems.expect(is_table, "block_tables", block_tables, must)
             rows = [
-                _integers(problems, f"block_tables[{b}]", x) for b, x in enumerate(block_tables)
+                _integers(problems, f"block_tables[{b}]", x)
+                for b, x in enumerate(block_tables if is_table else ())
             ]
             problems.expect(
                 integers.is_int(block_size, 1), "block_size", block_size, "an integer of at least 1"
             )
             problems.require(
-                queries.shape == keys.shape and len(rows) == len(keys),
+                queries.shape == keys.shape and (len(rows) == len(keys) or not is_table),
                 "seq_lens",
                 f"{keys.shape} lengths, {len(rows)} tables",
                 f"one of each for the {queries.shape} sequences of query_lens",
@@ -258,15 +262,17 @@ class AttentionMetadata:
           block_size: S.
 
         Raises:
-          ValueError: names every block id outside the pool, `query_start_loc` that does not start
-            at 0, decreases or exceeds the tokens, sequences shorter than their queries or longer
-            than their table row, queries longer than `max_query_len`, slots past the pool, and
-            slots written twice.
+          ValueError: names a size below 1, or every block id outside the pool, `query_start_loc`
+            that does not start at 0, decreases or exceeds the tokens, sequences shorter than their
+            queries or longer than their table row, queries longer than `max_query_len`, slots past
+            the pool, and slots written twice.
         """
         tables = np.asarray(self.block_tables)
         lens = np.asarray(self.seq_lens)
         starts = np.asarray(self.query_start_loc)
         slots = np.asarray(self.slot_mapping)
+        with checks.checking("AttentionMetadata.check") as problems:
+            integers.require_ints(problems, 1, num_blocks=num_blocks, block_size=block_size)
         with checks.checking("AttentionMetadata") as problems:
             shapes_fit = tables.ndim == 2 and lens.shape == tables.shape[:1]
             shapes_fit &= starts.shape == (tables.shape[0] + 1,) and slots.ndim == 1

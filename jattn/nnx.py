@@ -234,7 +234,8 @@ class PagedAttention(nnx.Module):
         written. `k_scale` and `v_scale` apply to both, and so does an `implementation` that can do
         both.
         """
-        given = calls.Arguments(**self._arguments(query, batch, return_lse, options))
+        arguments = self._arguments(query, batch, return_lse, options)
+        given = calls.Arguments[calls.Array].of("PagedAttention.__call__", **arguments)
         implementation = options.get("implementation")
         implementations.choose(calls.describe_call(given), implementation)
         arrays.check_numbers("paged_attention", vars(given))

@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jattn import api, cache, checks, formats, softmax
+from jattn import api, cache, checks, formats, implementations, softmax
 from jattn import call as calls
 from jattn.call import arrays
 from jattn.call.arguments import KINDS
@@ -340,7 +340,15 @@ def paged_attention(
             query,
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
-    given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
+    given = calls.Arguments[calls.Array].of(
+        "paged_attention",
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        return_lse=return_lse,
+        **options,
+    )
+    implementations.names(given.implementation)  # a wrong one may have no hash
     calls.describe_call(given)  # so errors describe the whole call, not one device's
     arrays.check_numbers("paged_attention", vars(given))
     traced: dict[str, Any] = {}

@@ -133,6 +133,8 @@ def merge_attention_states(
             is_struct = isinstance(x, jax.ShapeDtypeStruct)
             what = repr(x) if is_struct else checks.describe(x)
             problems.require(is_array, name, what, "an array")
+        if isinstance(out_a, jax.Array | np.ndarray):
+            problems.expect(out_a.ndim > 0, "out_a", out_a, "of shape [..., V]")
     with checks.checking("merge_attention_states") as problems:
         for name, x, shape in (
             ("out_b", out_b, out_a.shape),

@@ -185,6 +185,19 @@ class Arguments(typing.Generic[A]):
     return_lse: bool = False
     implementation: str | Sequence[str] | None = None
 
+    @classmethod
+    def of(cls, where: str, **given: typing.Any) -> Arguments[A]:
+        """Make a record of the arguments of `where`, whose name is in the message of an error.
+
+        Raises:
+          TypeError: an argument is unknown or missing.
+        """
+        try:
+            return cls(**given)
+        except TypeError as error:
+            message = str(error).replace("Arguments.__init__", where)
+            raise TypeError(message) from None
+
     @property
     def static_causal(self) -> bool | None:
         """`is_causal` if it is a bool; None if an array says so per sequence."""

@@ -95,6 +95,8 @@ class KVRows:
           >>> cache.row_width, cache.value_start, cache.num_rows
           (256, 128, 4)
         """
+        with checks.checking("KVRows.pairs") as problems:
+            problems.expect(checks.numpy_dtype(data) is not None, "data", data, "an array")
         shape = tuple(data.shape)
         with checks.checking("KVRows.pairs") as problems:
             even = len(shape) > 3 and math.prod(shape[2:-1]) % 2 == 0

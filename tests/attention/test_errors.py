@@ -14,7 +14,7 @@ import pytest
 
 import jattn
 from jattn import call as calls
-from jattn import implementations
+from jattn import implementations, sharding
 from jattn.call import arguments
 from tests.support import matrix, problems
 
@@ -520,6 +520,64 @@ def test_wide_and_foreign_integers_are_never_cut():
     for wide in (2**32, 2**32 + 1, -1):
         with pytest.raises(ValueError, match=r"num_shared_blocks: .*an integer from 0 to 1"):
             jattn.cascade_attention(query, pool, pool, num_shared_blocks=np.array(wide), **good)
+
+
+def with_mesh(**options):
+    mesh = jax.make_mesh((1,), ("heads",))
+    return sharding.paged_attention(**good(), mesh=mesh, axis_name="heads", **options)
+
+
+def explained(**options):
+    return jattn.explain(**good(), **options)
+
+
+def seen() -> jattn.Calibration:
+    return jattn.Calibration(ones((K,)), ones((K,)), zeros((), jnp.int32))
+
+
+lengths = jattn.AttentionMetadata.from_lengths
+
+
+def explained_words(format):
+    cache = jattn.KVArray(zeros((N, K, S, D), jnp.uint8), None, format)
+    return jattn.explain(**{**good(), "key_cache": cache, "value_cache": None}, value_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: seen().scales((jattn.Fp8(),)), "format: tuple .* or a pair of them"),
+        (lambda: seen().scales((jattn.Fp8(),) * 3), "format: tuple .* or a pair of them"),
+        (lambda: lengths([1], [1], None, 16), r"1 wrong .*\n  - block_tables: NoneType None"),
+        (lambda: lengths([1], [1], np.array(1), 16), r"block_tables: int64\[\] 1, but must be"),
+        (
+            lambda: lengths([1], [1], [[0]], 16).check(num_blocks="4", block_size=0),
+            "num_blocks: '4",
+        ),
+        (lambda: jattn.KVRows.pairs([[1]]), r"data: list \[\[1\]\], but must be an array"),
+        (
+            lambda: jattn.merge_attention_states(*[ones(())] * 4),
+            r"out_a: float32\[\], but must be of shape \[..., V\]",
+        ),
+        (lambda: with_mesh(implementation=[["xla"]]), r"implementation: \[\['xla'\]\], but must"),
+        (
+            lambda: explained_words("fp8"),
+            r"key_cache.format: str 'fp8', but must be a jattn.Dense",
+        ),
+    ],
+)
+def test_errors_of_python_and_numpy_are_not_shown(call, message):
+    with pytest.raises(ValueError, match=re.compile(message, re.S)):
+        call()
+
+
+def test_misspelt_and_missing_options_are_named_by_the_public_function():
+    for call, where in ((with_mesh, "paged_attention"), (explained, "explain")):
+        with pytest.raises(TypeError, match=rf"^{where}\(\) got an unexpected .* 'sinkz'"):
+            call(sinkz=1)
+    query, cache, _, *_ = good().values()
+    with pytest.raises(TypeError, match=r"^explain\(\) missing 2 required .*'block_tables'"):
+        jattn.explain(query, cache, cache)
 
 
 def test_long_values_are_cut_in_messages():

@@ -120,6 +120,13 @@ def test_scales_are_of_what_is_written_and_read_and_nothing_is_written_before_ch
         attention.update(key, value, BEFORE.slot_mapping, implementation="triton")
 
 
+def test_misspelt_options_are_named_by_the_public_function():
+    attention = jattn.nnx.PagedAttention(N, K, S, D)
+    query, new = numbers(6, 21, H, D), numbers(7, 21, K, D)
+    with pytest.raises(TypeError, match=r"^PagedAttention.__call__\(\) got an .* 'sinkz'"):
+        attention(query, new, new, BEFORE, sinkz=1)
+
+
 def test_shapes_without_memory_and_refusals():
     shapes = nnx.eval_shape(Model)
     assert isinstance(shapes.attention.key_cache.get_value().data, jax.ShapeDtypeStruct)
