@@ -126,23 +126,29 @@ Run = Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
 
 
 def guarded(operands: Operands) -> Operands:
-    """Set the scale to NaN if an array holds a number that would be refused as a Python number.
+    """Set scales to NaN if an array holds a number that would be refused as a Python number.
 
     Refused are a scale or cap that is not finite, and a cap, window or chunk that is not positive.
-    Every row that sees a key is then NaN, so none can pass for valid.
+    Every row that sees a key is then NaN, so none can pass for valid. Refused, too, are a `k_scale`
+    or `v_scale` that is 0 or not finite, a cache's own included. These become NaN head by head:
+    one answer for all heads would need communication where heads are split over devices.
     """
-    sound, sizes = jnp.ones((), np.bool_), dict[str, Any]()
+    sound, changed = jnp.ones((), np.bool_), dict[str, Any]()
     for name, kind in KINDS.items():
-        x = getattr(operands, name) if kind.scalar else None
+        x = getattr(operands, name) if kind.number else None
         if x is None:
+            continue
+        if kind.per_kv_head:
+            changed[name] = jnp.where(jnp.isfinite(x) & (x != 0), x, jnp.nan)
             continue
         if kind.positive:
             sound &= x > 0
         if kind is COUNT:
-            sizes[name] = jnp.maximum(x, 1)
+            changed[name] = jnp.maximum(x, 1)
         else:
             sound &= jnp.isfinite(x)
-    return operands._replace(scale=jnp.where(sound, operands.scale, jnp.nan), **sizes)
+    changed["scale"] = jnp.where(sound, operands.scale, jnp.nan)
+    return operands._replace(**changed)
 
 
 def broken_promises(

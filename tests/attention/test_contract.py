@@ -424,6 +424,23 @@ def test_meaningless_numbers_give_nan_as_arrays(wrong):
     assert np.isnan(out[:real][seen]).all()
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("wrong", [0.0, np.inf, -np.inf])
+def test_meaningless_scales_of_a_head_give_nan_in_its_rows(name, wrong):
+    batch = problems.build(BASE)
+    lse = batch.oracle()[1]
+    scales = np.ones(BASE.num_kv_heads, np.float32)
+    scales[1] = wrong
+    with pytest.raises(ValueError, match=rf"{name}: .* finite and not 0"):
+        batch.run(**{name: scales})
+    out, _ = batch.run(**{name: jnp.asarray(scales)})
+    real, group = batch.view.starts[-1], BASE.num_heads // BASE.num_kv_heads
+    seen = np.isfinite(lse[:real])
+    bad = np.isin(np.arange(BASE.num_heads) // group, [1])
+    assert np.isnan(out[:real][seen & bad]).all()
+    assert np.isfinite(out[:real][seen & ~bad]).all()
+
+
 def test_a_nan_that_is_seen_shows():
     """In both out and lse: a row of NaN must not merge as if it had seen nothing."""
     batch = problems.build(BASE)
