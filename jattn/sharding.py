@@ -167,8 +167,10 @@ def _maker(
 ) -> Callable[[], tuple[formats.KVArray, formats.KVArray | None]]:
     """Return one function object per kind of pool, so that a model's layers compile it once."""
     make = functools.partial(cache.init_kv_cache, *sizes, kv_layout=kv_layout, **dict(options))
-    where = [NamedSharding(mesh, spec) for spec in specs]
-    return jax.jit(make, out_shardings=jax.tree.unflatten(tree, where))
+    wanted = jax.tree.unflatten(tree, specs)
+    where = jax.tree.unflatten(tree, [NamedSharding(mesh, spec) for spec in specs])
+    # Within another `jit`, explicit axes ignore `out_shardings`: types say how arrays are split.
+    return jax.jit(lambda: _placed(make(), wanted, mesh), out_shardings=where)
 
 
 def update_kv_cache(

@@ -100,6 +100,22 @@ print("same")
     assert on_four_devices(code) == "same"
 
 
+def test_a_cache_made_under_jit_is_split():
+    code = """
+for kind in (AxisType.Auto, AxisType.Explicit):
+    on = {"mesh": mesh_of(kind), "axis_name": "heads"}
+    for format in (None, jattn.Int8()):
+        make = functools.partial(jattn.sharding.init_kv_cache, 6, 4, 8, 16, format=format, **on)
+        with jax.set_mesh(on["mesh"]):
+            for program in (make, jax.jit(make)):
+                for x in jax.tree.leaves(program()):
+                    shares = {shard.data.shape for shard in x.addressable_shards}
+                    assert shares == {(6, 1, *x.shape[2:])}, (kind, format, x.shape, shares)
+print("split")
+"""
+    assert on_four_devices(code) == "split"
+
+
 @pytest.mark.extended
 def test_keys_over_four_devices():
     """In decode over split keys, each device attends to its own, and results merge once."""
