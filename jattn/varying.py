@@ -52,11 +52,16 @@ def _axes(x: object) -> frozenset[Any]:
 
 
 def explicit_mesh(tree: object) -> AbstractMesh | None:
-    """Return the mesh of the arrays' types if it has explicit axes and splits an array."""
+    """Return the mesh of the arrays' types if it has explicit axes that may split an array.
+
+    Types inside `jax.vmap` do not say how the batch axis is split. Of a mesh with manual axes too,
+    `auto_axes` takes none of those, so there an array must be split.
+    """
     for x in jax.tree.leaves(tree):
         sharding: Any = jax.typeof(x).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
-            return sharding.mesh
+        mesh = sharding.mesh
+        if AxisType.Explicit in mesh.axis_types and (any(sharding.spec) or not mesh.manual_axes):
+            return mesh
     return None
 
 
@@ -85,3 +90,17 @@ def on_automatic_axes(f: Callable[..., Tree], tree: object, specs: object) -> Tr
     )
     automatic: Any = jax.sharding.auto_axes
     return automatic(f, out_sharding=shardings)(tree)
+
+
+def gathered(tree: Tree, num_axes: int | None = None) -> Tree:
+    """Gather the first `num_axes` axes of every array, or all, where explicit axes split them."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        sharding: Any = jax.typeof(x).sharding
+        count = x.ndim if num_axes is None else num_axes
+        if explicit_mesh(x) is None or not any(sharding.spec[:count]):
+            return x
+        spec = PartitionSpec(*(None,) * count, *sharding.spec[count:])
+        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+
+    return jax.tree.map(gather, tree)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jattn import integers
 from jattn.call.call import Call, Operands, Run
+from jattn.varying import gathered
 
 Results = tuple[jax.Array, jax.Array]
 POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")  # each has N blocks
@@ -62,7 +63,8 @@ def one_by_one(attend: Run) -> Run:
                 wide = dataclasses.replace(call, num_blocks=size * call.num_blocks)
                 return of(wide)(call_operands._replace(block_tables=ids))
 
-            batch = [x for flag, x in zip(each, arrays, strict=True) if flag]
+            # `lax.map` cannot step along an axis that an explicit mesh splits.
+            batch = gathered([x for flag, x in zip(each, arrays, strict=True) if flag], 1)
             found = jax.lax.map(turn, (jnp.arange(size, dtype=jnp.int32), batch))
             return found, (True, True)
 

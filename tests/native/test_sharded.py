@@ -63,3 +63,8 @@ def test_transformations():
 @pytest.mark.extended
 def test_gradients_and_xla_on_explicit_axes():
     on_four_devices("check_explicit_axes()")
+
+
+@pytest.mark.extended
+def test_batches_on_explicit_axes():
+    on_four_devices("check_batches_on_explicit_axes()")

@@ -282,3 +282,30 @@ def check_explicit_axes() -> None:
             close(found, one(*given))
             assert query is given[0] or found.sharding.is_equivalent_to(heads, 3)
             close(jax.jit(grad)(query, *pools), grad(*given))
+
+
+def check_batches_on_explicit_axes() -> None:
+    """Check `jax.vmap` over an axis that an explicit mesh splits, and meshes with a manual axis."""
+    mesh = Case(axes="Explicit").mesh()
+    given = floats(3, 8, 16), floats(6, 4, 4, 16), floats(6, 4, 4, 16)
+    several = [jnp.stack([x, x[::-1]]) for x in given]
+    for name in ("native", "xla"):
+        one = functools.partial(attend, implementation=name)
+        want = jnp.stack([one(*(x[i] for x in several)) for i in range(2)])
+        grad = jax.grad(lambda *arrays, one=one: (one(*arrays) ** 2).sum(), (0, 1, 2))
+        each, gradients = jax.vmap(one), jax.jit(jax.vmap(grad))
+        for spec in (P("data"), P("data", None, "heads")):
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in several]
+            close(each(*placed), want)
+            close(jax.jit(each)(*placed), want)
+            close(gradients(*placed), gradients(*several))
+        part = jax.shard_map(
+            grad,
+            mesh=mesh,
+            in_specs=(P(),) * 3,
+            out_specs=(P(),) * 3,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        placed = [jax.device_put(x, NamedSharding(mesh, P())) for x in given]
+        close(jax.jit(part)(*placed), grad(*given))
