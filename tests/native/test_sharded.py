@@ -68,3 +68,8 @@ def test_gradients_and_xla_on_explicit_axes():
 @pytest.mark.extended
 def test_batches_on_explicit_axes():
     on_four_devices("check_batches_on_explicit_axes()")
+
+
+@pytest.mark.extended
+def test_new_rows_split_otherwise_than_the_pool_on_explicit_axes():
+    on_four_devices("check_new_rows_on_explicit_axes()")

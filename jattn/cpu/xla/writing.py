@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jattn import formats
 from jattn.formats import base, rounding
+from jattn.varying import axes_along, on_automatic_axes
 
 
 class NewRows(typing.NamedTuple):
@@ -32,8 +33,16 @@ def run(
     writing: Writing, new_rows: tuple[NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
     """Return the pools with the rows written at `slots` [T]; a slot outside the pool is dropped."""
-    pairs = zip(new_rows, writing.formats, strict=True)
-    return tuple(_scatter(new, slots, format, writing.kv_layout) for new, format in pairs)
+
+    def scatter(
+        given: tuple[tuple[NewRows, ...], jax.Array],
+    ) -> tuple[formats.Quantized, ...]:
+        pairs = zip(given[0], writing.formats, strict=True)
+        return tuple(_scatter(new, given[1], format, writing.kv_layout) for new, format in pairs)
+
+    pools = tuple(new.pool for new in new_rows)
+    specs = jax.tree.map(lambda x: axes_along(x, x.ndim), pools)
+    return on_automatic_axes(scatter, (new_rows, slots), specs)
 
 
 def _scatter(

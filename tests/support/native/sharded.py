@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import warnings
 from typing import Any
@@ -309,3 +310,35 @@ def check_batches_on_explicit_axes() -> None:
         )
         placed = [jax.device_put(x, NamedSharding(mesh, P())) for x in given]
         close(jax.jit(part)(*placed), grad(*given))
+
+
+def check_new_rows_on_explicit_axes() -> None:
+    """Check that both writers take new rows that are split otherwise than the pool, in place."""
+    mesh = Case(axes="Explicit").mesh()
+    rows, plain = floats(16, 4, 16), floats(6, 4, 4, 16)
+    block_scales = jattn.init_kv_cache(6, 4, 4, 16, format=jattn.Fp8("e4m3", "block"))[0]
+
+    def step(name: str, cache: Any, new: jax.Array) -> Any:
+        return jattn.update_kv_cache(cache, None, new, None, SLOTS, implementation=name)[0]
+
+    def is_spec(x: object) -> bool:
+        return isinstance(x, P)
+
+    for cache in (plain, block_scales):
+        want = step("xla", cache, rows)
+        split = jattn.sharding.cache_specs(cache, mesh=mesh, axis_name="heads")
+        whole = jax.tree.map(lambda _: P(), split, is_leaf=is_spec)
+        places = itertools.product(
+            (split, whole),
+            (P(), P("data"), P(None, "heads"), P("data", "heads")),
+            ("native", "xla"),
+        )
+        for specs, spec, name in places:
+            where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+            pool = jax.tree.map(lambda x, to: jax.device_put(jnp.copy(x), to), cache, where)
+            new = jax.device_put(rows, NamedSharding(mesh, spec))
+            have = jax.jit(functools.partial(step, name), donate_argnums=0)(pool, new)
+            assert jax.tree.leaves(pool)[0].is_deleted(), (name, specs, spec)
+            for a, b, to in zip(*map(jax.tree.leaves, (have, want, where)), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+                assert a.sharding.is_equivalent_to(to, a.ndim), (name, specs, spec)
