@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jattn import api, checks, formats, integers, softmax
 from jattn import call as calls
 from jattn.call import arguments, arrays
+from jattn.varying import gathered
 
 
 @overload
@@ -209,12 +210,13 @@ class _Batch:
             promised = promised.astype(jnp.int32)
         shared = jnp.clip(promised, 0, call.table_width).astype(jnp.int32)
         out_of_range = (promised < 0) | (promised > call.table_width)
-        block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)
+        # Explicit axes refuse to gather rows of arrays that they split.
+        block_tables, seq_lens = gathered((jnp.asarray(block_tables), jnp.asarray(seq_lens)))
         if query_start_loc is None:
             last, query_lens = jnp.int32(call.num_tokens), jnp.ones_like(seq_lens)
             sequence = jnp.arange(call.num_tokens, dtype=jnp.int32)
         else:
-            starts = jnp.asarray(query_start_loc)
+            starts = gathered(jnp.asarray(query_start_loc))
             last, query_lens = starts[-1], jnp.diff(starts)
             token = jnp.arange(call.num_tokens, dtype=starts.dtype)
             sequence = jnp.searchsorted(starts[1:], token, side="right")

@@ -12,6 +12,7 @@ import numpy as np
 from jattn import checks, integers, pytrees
 from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
+from jattn.varying import gathered
 
 Array = jax.Array | np.ndarray
 
@@ -185,9 +186,12 @@ class AttentionMetadata:
             distribution=distribution,
             max_query_len=max_query_len,
         )
-        lens, starts = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(query_start_loc, jnp.int32)
+        # Explicit axes refuse to gather rows of arrays that they split.
+        lens, starts, tables = gathered(
+            tuple(jnp.asarray(x, jnp.int32) for x in (seq_lens, query_start_loc, block_tables))
+        )
         rows = lens.shape[0]
-        tables = jnp.asarray(block_tables, jnp.int32).reshape(rows, -1)
+        tables = tables.reshape(rows, -1)
         if distribution is not None:
             num_seqs = jnp.asarray(distribution)[2]
         count = jnp.asarray(rows if num_seqs is None else num_seqs, jnp.int32).reshape(())

@@ -117,6 +117,41 @@ print("split")
 
 
 @pytest.mark.extended
+def test_tables_that_an_explicit_mesh_splits():
+    """Cascades and `AttentionMetadata.from_arrays` take a batch that is split over sequences."""
+    code = """
+mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+def put(x, *axes):
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*axes)))
+query, keys, values = floats(4, 8, 16), floats(8, 4, 4, 16), floats(8, 4, 4, 16)
+batch = {"block_tables": jnp.asarray([[1, 2], [1, 3], [1, 4], [1, 5]], jnp.int32),
+         "seq_lens": jnp.asarray([5, 6, 7, 8], jnp.int32)}
+starts = jnp.asarray([0, 1, 2, 3, 4], jnp.int32)
+split = {name: put(x, "data") for name, x in batch.items()}
+pools = [put(x, None, "heads") for x in (keys, values)]
+for ragged in ({}, {"query_start_loc": starts}):
+    want = jattn.paged_attention(query, keys, values, **batch, **ragged)
+    for rows in (put(query, "data"), put(query, "data", "heads")):
+        for name in (None, "xla"):
+            attend = lambda q, k, v, given: jattn.cascade_attention(
+                q, k, v, num_shared_blocks=1, **given, **ragged, implementation=name)
+            for run in (attend, jax.jit(attend)):
+                for caches in ((keys, values), pools):
+                    found = run(rows, *caches, split)
+                    np.testing.assert_allclose(np.asarray(found), np.asarray(want), 1e-5, 1e-6)
+make = lambda given: jattn.AttentionMetadata.from_arrays(
+    **given, query_start_loc=starts, num_tokens=4, block_size=4, max_query_len=1)
+flat = dict(split, block_tables=put(batch["block_tables"].reshape(-1), ("data", "heads")))
+for given in (split, flat):
+    for run in (make, jax.jit(make)):
+        for a, b in zip(*map(jax.tree.leaves, (run(given), make(batch))), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+print("same")
+"""
+    assert on_four_devices(code) == "same"
+
+
+@pytest.mark.extended
 def test_keys_over_four_devices():
     """In decode over split keys, each device attends to its own, and results merge once."""
     code = """
