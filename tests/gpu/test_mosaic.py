@@ -134,7 +134,7 @@ def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
             right(*given)
 
     monkeypatch.setattr(mosaic_decode, role, wrong_role)
-    # Either the race shows first, or a barrier that nobody waits for.
+    # Either the race shows first, or a barrier without a wait.
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
 

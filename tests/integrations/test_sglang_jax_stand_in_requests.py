@@ -34,7 +34,11 @@ REQUESTS = {  # fields of a request, the engine's settings, and the error
         {"repetition_penalty": 1.1}, {},
         "repetition_penalty: 1.1, but must be 1: the host ignores it",
     ),
-    "min_p": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host samples tok"),
+    "min_p": (
+        {"min_p": 0.1},
+        {},
+        "min_p: 0.1, but must be 0: the host samples tokens that min_p excludes",
+    ),
     "a seed": (
         {"sampling_seed": 7}, {},
         "sampling_seed (seed): 7, but must be left out, or --enable-deterministic-sampling given",

@@ -325,7 +325,8 @@ REFUSED = {
                 "quantization_config": {"quant_method": "awq"},
             },
         },
-        "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one with unq",
+        "a model of Qwen3ForCausalLM with weights quantized by awq, but must be one with "
+        "unquantized weights",
     ),
     "as many adapters as the limit": (
         {"enable_lora": True, "lora_paths": ["a", "b"], "max_loras_per_batch": 2},
@@ -370,7 +371,8 @@ REFUSED = {
     ),
     "speculative decoding with latents": (
         {"use_mla_backend": True, "speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
+        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft "
+        "tokens of models with MLA or linear attention",
     ),
     "speculative decoding with recurrent layers": (
         {
@@ -378,7 +380,8 @@ REFUSED = {
             "speculative_algorithm": "EAGLE3",
             "speculative_eagle_topk": 1,
         },
-        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft",
+        "--speculative-algorithm: EAGLE3, but must be left out: the host cannot verify draft "
+        "tokens of models with MLA or linear attention",
     ),
     "another number of draft tokens": (
         {
@@ -396,11 +399,13 @@ REFUSED = {
             "speculative_num_draft_tokens": 2,
             "speculative_num_steps": 1,
         },
-        "--speculative-num-steps: 1, but must be at least 2: the host verifies a single",
+        "--speculative-num-steps: 1, but must be at least 2: the host verifies a single draft "
+        "token with a TPU kernel",
     ),
     "draft tokens verified as trees": (
         {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these draft ",
+        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these draft "
+        "tokens with a TPU kernel",
     ),
     "fused dense layers": (
         {"hf_config": {"architectures": ["GlmMoeDsaForCausalLM"]}},

@@ -152,9 +152,11 @@ def test_means_in_the_pages_are_of_the_whole_suite():
     zen5, zen5_older = (tables.read_rows([file]) for file in tables.ZEN5_FILES.values())
     # jattn's time minus vLLM's, in a jitted step.
     zens, xeon = (
-        [row["median_ms"] - row["peer_median_ms"] for row in calm if row["group"] == "short"]
-        for calm in map(
-            tables.calm, ([*newer, *older, *zen3, *zen3_older, *zen5, *zen5_older], rows)
+        [row["median_ms"] - row["peer_median_ms"] for row in each if row["group"] == "short"]
+        # Of these records, only the Zen 5's with JAX 0.10 has a short row that was disturbed.
+        for each in (
+            [*newer, *older, *zen3, *zen3_older, *zen5, *tables.calm(zen5_older)],
+            rows,
         )
     )
     worst = 1e3 * max(*zens, *xeon)
@@ -162,11 +164,8 @@ def test_means_in_the_pages_are_of_the_whole_suite():
     assert f"one decode of 128 tokens takes at most {worst:.1f} us longer than vLLM's" in words
     assert max(zens) < 0
     assert min(row["ratio"] for row in newer) > 1  # as README says
-    below = [
-        sum(row["ratio"] < 1 for row in tables.calm(each))
-        for each in (zen5, zen5_older, zen3, rows)
-    ]
-    assert below == [4, 9, 0, 5]
+    below = [sum(row["ratio"] < 1 for row in each) for each in (zen5, zen5_older, zen3, rows)]
+    assert below == [4, 10, 0, 5]  # one of the ten was disturbed
     calm = [tables.calm(each) for each in (newer, zen5, zen3, rows)]
     zen4, zen5, zen3, xeon = (
         f"{report.geometric_mean(row['ratio'] for row in each):.2f}" for each in calm

@@ -333,7 +333,7 @@ class Host:
     has_jax_model: bool = True
     version: str = tpu_inference.TESTED
     told: dict[str, dict] = dataclasses.field(default_factory=dict)
-    noted: list | None = None  # routed experts of a step's layers; empty if nobody asks for them
+    noted: list | None = None  # routed experts of a step's layers; empty unless requested
     functions: dict[str, object] = dataclasses.field(default_factory=dict)  # torch's, in JAX
 
     def register(self, name, **given):

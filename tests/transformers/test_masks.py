@@ -121,7 +121,8 @@ def test_stored_keys_are_kept():
     assert reading.seq_lens.tolist() == [12, 8]
     assert reading.sliding_window == 3
     mask[1, :, 3] = True
-    with pytest.raises(jattn.UnsupportedError, match="hidden from all queries when they were writ"):
+    words = "hidden from all queries when they were written"
+    with pytest.raises(jattn.UnsupportedError, match=words):
         masks.read_mask(mask, kept)
 
 

@@ -108,7 +108,7 @@ class NamedBarrier:
         self.waiting: list[Any] = []
 
     def arrive(self, warp: Any, expected: int, waits: bool) -> bool:
-        """Let a warp arrive; return whether that completes the barrier, so nobody must wait."""
+        """Let a warp arrive; return whether that completes the barrier, so it need not wait."""
         if self.arrived and expected != self.expected:
             raise PtxError(f"a barrier of {self.expected} threads is used as one of {expected}")
         self.expected = expected
