@@ -23,6 +23,7 @@ constexpr int kFewKeys = 32;    // of a kv tile where few rows share a key, so t
 struct Prefetcher {
   // On one core of a Zen 3, decode of one row takes 0.92 to 0.97 of the time with eight rather than four.
   static constexpr int kStreams = kRegisters == 32 ? 4 : 8;
+  static constexpr int64_t kLeastPart = 64;  // lines: a page
   struct Lines {
     const char* at;
     int64_t count;
@@ -50,12 +51,23 @@ struct Prefetcher {
       credit -= streams;
     }
   }
+  // Divides long ranges where there are fewer than can be interleaved: on two cores of a Xeon with AMX, decode from
+  // blocks of 128 takes 0.91 to 0.96 of the time. With parts of less than 4 KiB it would take longer.
+  void divide() {
+    for (int i = next; i < size && size - next < kStreams && size < 2 * kMostKeys; ++i) {
+      const int64_t first = ranges[i].count / 2;
+      if (first < kLeastPart) continue;
+      ranges[size++] = {ranges[i].at + first * 64, ranges[i].count - first};
+      ranges[i].count = first;
+    }
+  }
   // Moves finished ranges before `next` and starts others; false if none are left.
   __attribute__((noinline)) bool begin() {
     for (int i = next, end = next + streams; i < end; ++i) {
       ranges[i] = {ranges[i].at + done * 64, ranges[i].count - done};
       if (!ranges[i].count) std::swap(ranges[i], ranges[next++]);
     }
+    if (kTiles) divide();
     streams = size - next < kStreams ? size - next : kStreams;
     done = last = 0;
     for (int i = 0; i < streams; ++i) last = i && last < ranges[next + i].count ? last : ranges[next + i].count;

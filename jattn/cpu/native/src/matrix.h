@@ -136,6 +136,41 @@ INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups
   }
   fence();
 }
+
+// The same with the columns in the tiles' rows: v is [groups][tiles] tiles of 16 columns x 32 keys, p pairs of keys as
+// `weigh_up` leaves them, [16 groups][N], and o [N][tiles] tiles of 16 columns x 16 rows.
+template <int N>
+INLINE void some_columns_across(const Floats* p, const char* v, int groups, int64_t tiles, char* o, char* next) {
+  constexpr int64_t apart = N * sizeof(Floats);
+  fence();
+  LOAD(0, o);
+  LOAD(1, o + kTile);
+  if constexpr (N == 2) {
+    LOAD(2, next);
+    LOAD(3, next + kTile);
+  }
+  for (int g = 0; g < groups; ++g) {
+    const char* values = v + g * tiles * kTile;
+    const Floats* weights = p + g * 16 * N;
+    LOAD(4, values);
+    _tile_loadd(6, weights, apart);
+    _tile_dpbf16ps(0, 4, 6);
+    LOAD(5, values + kTile);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (N == 2) {
+      _tile_loadd(7, weights + 1, apart);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, o, 64);
+  _tile_stored(1, o + kTile, 64);
+  if constexpr (N == 2) {
+    _tile_stored(2, next, 64);
+    _tile_stored(3, next + kTile, 64);
+  }
+  fence();
+}
 #undef LOAD
 
 INLINE bool all_ones(Floats x) { return _mm512_cmpeq_ps_mask((__m512)x, _mm512_set1_ps(1.0f)) == 0xffff; }

@@ -47,6 +47,17 @@ constexpr float kFar = 1 << 24;
 // 2^t for t up to about 0, at most 64; 0 from -151 down, NaN if t is NaN. `Rough`: to 2e-7, for weights that will be
 // rounded to bfloat16.
 template <bool Rough> INLINE Floats exp2(Floats t) {
+#if defined(__AMX_BF16__)
+  if constexpr (Rough) {  // 2^floor(t) times a polynomial of the rest, which is exact at 0
+    const Floats r = (Floats)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF);  // 0 for infinities
+    Floats p = r * 0.0018671300495043397f + 0.009017030708491802f;
+    p = p * r + 0.05579991266131401f;
+    p = p * r + 0.24016444385051727f;
+    p = p * r + 0.6931512951850891f;
+    p = p * r + 1.0f;
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)t);
+  }
+#endif
 #if defined(__AVX512F__)
   // If an operand is NaN, the result is the second one.
   t = (Floats)_mm512_max_ps(_mm512_set1_ps(-151.0f), _mm512_min_ps(_mm512_set1_ps(64.0f), (__m512)t));
@@ -163,7 +174,9 @@ inline void finish_row(const Problem& p, const Split& split, int r, const float*
   if (p.out_type == Format::f32) {
     for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<float*>(out)[v] = o[v] * inverse;
   } else if (p.out_type == Format::bf16) {
-    for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_bf16(o[v] * inverse);
+    int64_t v = 0;
+    for (; v + W <= p.V; v += W) write(out + v * 2, rounded_bf16(read<Floats>(o + v) * inverse));
+    for (; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_bf16(o[v] * inverse);
   } else {
     for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_f16(o[v] * inverse);
   }

@@ -1,11 +1,12 @@
-// Rows on the matrix unit: decode of two and more rows, and prefill, in bfloat16.
+// Rows on the matrix unit: decode of five and more rows, or two where codes are converted, and prefill, in bfloat16.
 //
 //   for each kv tile, prefetching the next one meanwhile:
-//     with several panels: convert K to bfloat16 unless it is, and V to pairs of keys
+//     with several panels: convert K to bfloat16 unless it is, and transpose V: [columns][keys]
 //     for each panel of one or two vectors of rows:
 //       S = K q                        [keys][rows], the rows in the lanes
-//       as in panel.h, P and a         then transpose P: [rows][keys]
-//       O = a O + P V                  [rows][columns]
+//       as in panel.h, P and a         P in pairs of keys, in place of S
+//       with one panel: transpose P to [rows][keys], convert V to pairs of keys, O = a O + P V
+//       with several:   O = a O + V P                                            [columns][rows]
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //
 // Keys are read in place, 16 at a time, if they are bfloat16 and evenly spaced. With one panel, other keys, and values,
@@ -63,6 +64,7 @@ using MakeKeys =
     void (*)(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines);
 // Makes columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `in_columns`.
 using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Prefetcher& prefetcher, int64_t lines);
+using MakeValuesAcross = void (*)(const Rows32& rows, int64_t c, char* to);
 
 template <Format F>
 void make_keys(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines) {
@@ -99,6 +101,24 @@ template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Pr
   else each(Number<0>{});
 }
 
+// The same with the columns in the tiles' rows, and the pairs of rows in the lanes.
+template <Format F> void make_values_across(const Rows32& rows, int64_t c, char* to) {
+  const Cache cache = *rows.cache;
+  __m512i first[16], second[16];
+  auto each = [&](auto whole) __attribute__((always_inline)) {
+    constexpr bool Whole = decltype(whole)::value == 1;
+    UNROLL for (int i = 0; i < 16; ++i) {
+      const char* a = Whole || 2 * i < rows.count ? rows.at[2 * i] : nullptr;
+      const char* b = Whole || 2 * i + 1 < rows.count ? rows.at[2 * i + 1] : nullptr;
+      rows_to_pairs<F, Whole>(cache, a, b, rows.row + 2 * i, c, &first[i], &second[i]);
+    }
+  };
+  if (c + 32 <= cache.dim && rows.count == 32) each(Number<1>{});
+  else each(Number<0>{});
+  transpose(first), transpose(second);
+  UNROLL for (int i = 0; i < 16; ++i) write(to + i * 64, first[i]), write(to + kTile + i * 64, second[i]);
+}
+
 // Whether 16 of the rows are evenly spaced, and where they are.
 inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
   int64_t apart;
@@ -119,6 +139,8 @@ struct Pace {
     weights = share(30, vectors * count / 2 + 1);
     values = share(20, (count + 31) / 32 * 16 * (tiles / 2));
     columns = share(15, vectors * (count + 31) / 32 * tiles);
+    // With several panels the products read from the second-level cache, and would wait for lines from memory.
+    if (vectors > kTilePanel) keys = dots = values = columns = 0, weights = share(100, vectors * count / 2 + 1);
   }
 };
 
@@ -131,14 +153,15 @@ struct MatrixKvTile {
   Rows32 k_rows[kMostKeys / 32], v_rows[kMostKeys / 32];
   MakeKeys make_keys;
   MakeValues make_values;
-  char* v;  // pairs [groups of 32 keys][tiles], or with one panel scratch for two tiles of each group
+  char* v;  // [groups of 32 keys][tiles] of columns x keys, or with one panel scratch for two tiles of each group
 };
 
-// q is [N][steps] tiles, o [N][tiles]; p is scratch. `Once`: there is one panel.
+// The weights of a panel for a kv tile, pairs of keys in place of logits s, and the factors that rescale earlier sums.
+// q is [N][steps] tiles. `Once`: there is one panel.
 template <int N, bool Once>
-void tile_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel,
-               const MatrixKvTile& kv_tile, int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s,
-               char* weights, Prefetcher& prefetcher, const Pace& pace) {
+INLINE void tile_weights(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel,
+                         const MatrixKvTile& kv_tile, int count, const char* q, int64_t steps, Floats* s, Floats* alpha,
+                         Prefetcher& prefetcher, const Pace& pace) {
   const int groups = (count + 15) / 16;
   // With few rows memory is the bottleneck: prefetch between the products. With many, prefetch before them.
   auto prefetch_some = [&](int64_t lines) __attribute__((always_inline)) {
@@ -157,23 +180,29 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
     for (; g < groups; ++g)
       some_dots<1, N>(kv_tile.k + g, q, steps, s + g * 16 * N, false, [](int64_t) {},
                       [&] { prefetch_some(pace.dots); });
-
-  Floats alpha[N], base[N];
+  Floats base[N];
   see<N, true>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.in_tree, count, s, alpha, base);
-  weigh_up<N, true>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [&] { prefetch_some(pace.weights); });
+  weigh_up<N, true>(p, factors, panel, *kv_tile.keys, count, s, alpha, base,
+                    [&] { prefetcher.prefetch_some(pace.weights); });
+  for (int j = (count + 1) / 2 * N; j < int(round_up(count, 32)) / 2 * N; ++j) s[j] = Floats{};
+}
 
-  const int pairs = (count + 1) / 2, v_groups = (pairs + 15) / 16;
+// A kv tile of the only panel: o is [N][tiles] tiles of 16 rows x 16 columns, and weights scratch.
+template <int N>
+void one_panel_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel,
+                    const MatrixKvTile& kv_tile, int count, const char* q, int64_t steps, char* o, int64_t tiles,
+                    Floats* s, char* weights, Prefetcher& prefetcher, const Pace& pace) {
+  Floats alpha[N];
+  tile_weights<N, true>(p, sequence, factors, panel, kv_tile, count, q, steps, s, alpha, prefetcher, pace);
+  const int groups = (count + 31) / 32;
   const int64_t apart = kMostKeys / 32 * kTile;
-  Floats* of_pair = s;
-  for (int j = pairs * N; j < v_groups * 16 * N; ++j) s[j] = Floats{};
-  for (int i = 0; i < v_groups; ++i)
+  for (int i = 0; i < groups; ++i)
     for (int n = 0; n < N; ++n) {
       __m512i x[16];
-      UNROLL for (int j = 0; j < 16; ++j) x[j] = (__m512i)of_pair[(i * 16 + j) * N + n];
+      UNROLL for (int j = 0; j < 16; ++j) x[j] = (__m512i)s[(i * 16 + j) * N + n];
       transpose(x);
       UNROLL for (int j = 0; j < 16; ++j) write(weights + n * apart + i * kTile + j * 64, x[j]);
     }
-
   for (int n = 0; n < N; ++n) {
     if (all_ones(alpha[n])) continue;
     for (int r = 0; r < W; ++r) {
@@ -183,17 +212,40 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
     }
   }
   for (int64_t c = 0; c < tiles; c += 2) {
-    if (N > 1) prefetcher.prefetch_some(pace.columns * v_groups * N * 4);
-    const char* v = kv_tile.v + c * kTile;
-    if constexpr (Once) {
-      // Alternates between two buffers: the products read one while the other is filled.
-      char* const buffer = kv_tile.v + c / 2 % 2 * (kMostKeys / 32) * 2 * kTile;
-      for (int i = 0; i < v_groups; ++i)
-        kv_tile.make_values(kv_tile.v_rows[i], c * 16, buffer + i * 2 * kTile, prefetcher, pace.values);
-      v = buffer;
-    }
-    some_columns<N>(weights, apart, v, v_groups, Once ? 2 : tiles, o + c * kTile, o + c * kTile + tiles * kTile,
-                    [&] { prefetch_some(pace.columns); });
+    if (N > 1) prefetcher.prefetch_some(pace.columns * groups * N * 4);
+    // Alternates between two buffers: the products read one while the other is filled.
+    char* const buffer = kv_tile.v + c / 2 % 2 * (kMostKeys / 32) * 2 * kTile;
+    for (int i = 0; i < groups; ++i)
+      kv_tile.make_values(kv_tile.v_rows[i], c * 16, buffer + i * 2 * kTile, prefetcher, pace.values);
+    some_columns<N>(weights, apart, buffer, groups, 2, o + c * kTile, o + (tiles + c) * kTile, [&] {
+      if (N == 1) prefetcher.prefetch_some(pace.columns);
+    });
+  }
+}
+
+// A kv tile of one of several panels: o is [N][tiles] tiles of 16 columns x 16 rows.
+template <int N>
+void panel_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel,
+                const MatrixKvTile& kv_tile, int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s,
+                Prefetcher& prefetcher, const Pace& pace) {
+  Floats alpha[N];
+  tile_weights<N, false>(p, sequence, factors, panel, kv_tile, count, q, steps, s, alpha, prefetcher, pace);
+  for (int n = 0; n < N; ++n) {
+    if (all_ones(alpha[n])) continue;
+    Floats* const from = reinterpret_cast<Floats*>(o + n * tiles * kTile);
+    for (int64_t i = 0; i < tiles * 16; ++i) from[i] *= alpha[n];
+  }
+  for (int64_t c = 0; c < tiles; c += 2)
+    some_columns_across<N>(s, kv_tile.v + c * kTile, (count + 31) / 32, tiles, o + c * kTile, o + (tiles + c) * kTile);
+}
+
+// Transposes `count` tiles in place.
+inline void transpose_tiles(char* o, int64_t count) {
+  for (int64_t i = 0; i < count; ++i, o += kTile) {
+    __m512i x[16];
+    UNROLL for (int j = 0; j < 16; ++j) x[j] = read<__m512i>(o + j * 64);
+    transpose(x);
+    UNROLL for (int j = 0; j < 16; ++j) write(o + j * 64, x[j]);
   }
 }
 
@@ -219,7 +271,11 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
   const bool narrow = p.key.format != Format::bf16 && p.value.format != Format::bf16;
-  const int want = panels > 1 ? kMostKeys : narrow ? 2 * kFewKeys : kFewKeys;
+  // With several panels, a panel's logits, keys and values fit the first-level cache if D + V is at most 256. With one,
+  // short rows are read as runs that are long enough to be divided: see `Prefetcher`.
+  const bool short_rows = p.D + p.V <= 128 && p.S >= 2 * kFewKeys;
+  const int many = p.D + p.V <= 256 ? kMostKeys / 2 : kMostKeys;
+  const int want = panels > 1 ? many : narrow || short_rows ? 2 * kFewKeys : kFewKeys;
   // With one panel, keys and values that need converting are converted a few columns at a time, just before they are
   // multiplied. With several panels they are converted first, and so are keys that are values too.
   const bool in_place = p.key.format == Format::bf16 && p.D == D;
@@ -258,6 +314,8 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   kv_tile.make_keys = by_format(p.key.format, [](auto of) -> MakeKeys { return make_keys<decltype(of)::value>; });
   kv_tile.make_values =
       by_format(values.format, [](auto of) -> MakeValues { return make_values<decltype(of)::value>; });
+  const auto make_across =
+      by_format(values.format, [](auto of) -> MakeValuesAcross { return make_values_across<decltype(of)::value>; });
   kv_tile.v = v_pairs;
   kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
@@ -286,8 +344,7 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
       kv_tile.v_rows[i] = {&values, &values == &made_values ? here.v + j : v + j, here.row + j, some};
       if (panels > 1)
         for (int64_t c = 0; c < tiles; c += 2)
-          kv_tile.make_values(kv_tile.v_rows[i], c * 16, v_pairs + (i * tiles + c) * kTile, later.prefetcher,
-                              pace.values);
+          make_across(kv_tile.v_rows[i], c * 16, v_pairs + (i * tiles + c) * kTile);
     }
     for (int i = 0; i < panels; ++i) {
       Panel& x = panel[i];
@@ -295,16 +352,20 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
       if (!upto) continue;
       const char* some_q = q + x.first * steps * kTile;
       char* some_o = o + x.first * tiles * kTile;
-      auto go = [&](auto n, auto once) {
-        tile_step<decltype(n)::value, decltype(once)::value == 1>(p, sequence, factors, x, kv_tile, upto, some_q, steps,
-                                                                  some_o, tiles, s, weights, later.prefetcher, pace);
+      auto go = [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        if (panels == 1)
+          one_panel_step<N>(p, sequence, factors, x, kv_tile, upto, some_q, steps, some_o, tiles, s, weights,
+                            later.prefetcher, pace);
+        else
+          panel_step<N>(p, sequence, factors, x, kv_tile, upto, some_q, steps, some_o, tiles, s, later.prefetcher,
+                        pace);
       };
-      if (panels == 1 && x.size == 1) go(Number<1>{}, Number<1>{});
-      else if (panels == 1) go(Number<2>{}, Number<1>{});
-      else if (x.size == 1) go(Number<1>{}, Number<0>{});
-      else go(Number<2>{}, Number<0>{});
+      if (x.size == 1) go(Number<1>{});
+      else go(Number<2>{});
     }
   });
+  if (panels > 1) transpose_tiles(o, vectors * tiles);
   for (int i = 0; i < panels; ++i)
     put_tiles(p, split, panel[i], rows, o + panel[i].first * tiles * kTile, tiles, line);
 }
