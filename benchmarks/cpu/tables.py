@@ -21,13 +21,9 @@ from collections.abc import Iterable, Sequence
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The suite with `native` on a machine with AMX, in several runs. Float32 prefill of D = 512 over 4,
-# 2 and 1 KV heads is from an earlier run, before the code prefetched keys in smaller steps.
-FILES = (
-    RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
-    RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
-)
-# The same on a Zen 4, which has no AMX, by version of JAX; vLLM's threads were bound.
+# The suite with `native` on a machine with AMX, by version of JAX.
+XEON_FILES = {"0.12": RESULTS / "2026-12-01-cpu-native-xeon-jax0.12.jsonl"}
+# The same on a Zen 4, which has no AMX.
 ZEN4_FILES = {
     "0.12": RESULTS / "2026-11-30-cpu-native-zen4-jax0.12.jsonl",
     "0.10": RESULTS / "2026-11-28-cpu-native-zen4-jax0.10.jsonl",
@@ -253,7 +249,7 @@ def main() -> None:
         table, file = (format_table, FORMAT_FILE) if args.formats else (mask_table, MASK_FILE)
         print(table([row for f in (args.files or [file]) for row in read_lines(f)]))
         return
-    rows = read_rows(args.files or FILES)
+    rows = read_rows(args.files or XEON_FILES.values())
     print(full_table(rows) if args.all else mean_table(rows))
     mean = report.geometric_mean(row["ratio"] for row in calm(rows))
     print(f"\ngeometric mean of {len(calm(rows))}: {mean:.2f}")
