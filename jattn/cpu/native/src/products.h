@@ -104,7 +104,7 @@ template <int R, class One> INLINE void each_step(int64_t count, const Interleav
 // From this many bytes of a row of keys on, prefetches are interleaved if R rows of queries read it. On two cores of a
 // Zen 4 that takes 0.65 to 1.08 of the time for one row of 512 to 2,048 bytes, and up to 1.3 for one of 128 and 256. On
 // two cores of a Zen 3, which has no AVX-512, it takes 0.7 to 1.04 for one to eight rows of 128 bytes and more; on two
-// cores of a Xeon with AMX, 0.76 to 1.02 for one to four.
+// cores of a Xeon with AMX, 0.76 to 1.02 for one to eight.
 constexpr int64_t kNever = INT64_MAX;
 template <int R> constexpr int64_t kLongRow = kRegisters == 16 || kTiles ? 0 : R == 1 ? 512 : kNever;
 
