@@ -98,7 +98,7 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
     Floats now = larger(exponents(top, factors.power), panel.m[n]);
     if (Lazy) now = now <= panel.m[n] + 8.0f ? panel.m[n] : now;
     base[n] = finite(now);
-    alpha[n] = panel.m[n] == -kInf ? Floats{} : exp2<false>(panel.m[n] - base[n]);
+    alpha[n] = panel.m[n] == -kInf ? splat(1.0f) : exp2<false>(panel.m[n] - base[n]);  // sums are still zero
     panel.m[n] = now;
   }
 }

@@ -240,8 +240,9 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<WorkItem>* items) {
   for (int64_t t0 = (sequence.count - 1) / step * step; t0 >= 0; t0 -= step) {
     const int64_t t1 = least(sequence.count, t0 + step);
     const Range keys = sequence.hull(t0, t1);
-    // In bytes of memory traffic; a row's work on a key counts as about a sixth of the key's bytes.
-    const double cost = share * double(keys.hi - keys.lo) * bytes * (1 + double((t1 - t0) * G) / 6) + 2048;
+    // In bytes of memory traffic.
+    const double work = 1 + kernels().row_work * double((t1 - t0) * G);
+    const double cost = share * double(keys.hi - keys.lo) * bytes * work + 2048;
     items->push_back({{int32_t(b), 0, int32_t(t0), int32_t(t1), keys.lo, keys.hi, p.selected ? columns.at : nullptr,
                        columns.count, nullptr},
                       cost,
@@ -356,7 +357,7 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   fill(p, p.starts[p.B], p.T, false);
   // Another thread begins a microsecond later if it is still looking for work, and tens of microseconds later if it
   // must be woken: worth it only for larger calls.
-  const bool alone = threads <= 1 || !spawn || total < double(192 << 10);
+  const bool alone = threads <= 1 || !spawn || total < kernels().least_shared;
   split_items(items, job.get());
   const int count = int(job->splits.size());
   work_together(job, alone ? 1 : least(threads, count), count, spawn);

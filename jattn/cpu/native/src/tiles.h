@@ -134,11 +134,11 @@ struct Pace {
   // `made`: whether keys are converted; `vectors`: of all rows.
   Pace(int64_t lines, int count, int vectors, int64_t steps, int64_t tiles, bool made) {
     auto share = [&](int64_t percent, int64_t parts) { return (lines * percent / 100 + parts - 1) / parts; };
-    keys = made ? share(30, (count + 31) / 32 * 16 * ((steps + 1) / 2)) : 0;
-    dots = made ? 0 : share(35, vectors * (count + 15) / 16 * steps);
-    weights = share(30, vectors * count / 2 + 1);
-    values = share(20, (count + 31) / 32 * 16 * (tiles / 2));
-    columns = share(15, vectors * (count + 31) / 32 * tiles);
+    keys = made ? share(25, (count + 31) / 32 * 16 * ((steps + 1) / 2)) : 0;
+    dots = made ? 0 : share(25, vectors * (count + 15) / 16 * steps);
+    weights = share(8, vectors * count / 2 + 1);
+    values = share(47, (count + 31) / 32 * 16 * (tiles / 2));
+    columns = share(20, vectors * (count + 31) / 32 * tiles);
     // With several panels the products read from the second-level cache, and would wait for lines from memory.
     if (vectors > kTilePanel) keys = dots = values = columns = 0, weights = share(100, vectors * count / 2 + 1);
   }
@@ -270,12 +270,9 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   const int64_t D = round_up(p.D, 32), V = round_up(p.V, 32), steps = D / 32, tiles = V / 16;
   const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
-  const bool narrow = p.key.format != Format::bf16 && p.value.format != Format::bf16;
   // With several panels, a panel's logits, keys and values fit the first-level cache if D + V is at most 256. With one,
-  // short rows are read as runs that are long enough to be divided: see `Prefetcher`.
-  const bool short_rows = p.D + p.V <= 128 && p.S >= 2 * kFewKeys;
-  const int many = p.D + p.V <= 256 ? kMostKeys / 2 : kMostKeys;
-  const int want = panels > 1 ? many : narrow || short_rows ? 2 * kFewKeys : kFewKeys;
+  // sums are loaded and stored once a kv tile, and the first one of a split is waited for.
+  const int want = panels > 1 && p.D + p.V > 256 ? kMostKeys : 64;
   // With one panel, keys and values that need converting are converted a few columns at a time, just before they are
   // multiplied. With several panels they are converted first, and so are keys that are values too.
   const bool in_place = p.key.format == Format::bf16 && p.D == D;
@@ -299,7 +296,8 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   const Factors factors(p, split);
   memset(o, 0, vectors * tiles * kTile);
   // Groups of 16 keys from the end of the first kv tile on do not cross blocks whose size is a multiple of 16.
-  KvTiles kv_tiles(p, split, queue, sequence, want - int(split.k0 % 16), want, true);
+  // Eight ranges at once rather than four: 0.94 to 1.03 of the time, 0.99 in the mean.
+  KvTiles kv_tiles(p, split, queue, sequence, want - int(split.k0 % 16), want, true, 8);
   const int64_t lines_per_step = kv_tiles.start().share(vectors * steps);
   for (int i = 0; i < panels; ++i) {
     Panel& x = panel[i];
