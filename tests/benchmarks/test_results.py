@@ -567,3 +567,36 @@ def test_speculative_decoding_of_text_that_repeats_itself():
     text = words("performance-serving.md")
     assert f"gets {few} times as many tokens a second with 4 draft tokens and {many} times" in text
     assert f"it gets {loop} times as many" in text
+
+
+def test_decode_with_few_kv_heads_on_the_xeon_measured_again():
+    file = tables.RESULTS / "2026-12-01-cpu-native-few-kv-heads-xeon-jax0.12.jsonl"
+    now = {row["name"]: row for row in tables.read_rows([file])}
+    rows = tables.read_rows(tables.XEON_FILES.values())
+    before = {row["name"]: row for row in rows if row["name"] in now}
+    assert tables.calm(list(now.values())) == list(now.values())
+
+    means, below = {}, {}
+    for group in ("decode-block128", "window", "short"):
+        each = [
+            [row["ratio"] for row in rows.values() if row["group"] == group]
+            for rows in (now, before)
+        ]
+        assert [len(ratios) for ratios in each] == [8, 8]
+        means[group] = [f"{report.geometric_mean(ratios):.2f}" for ratios in each]
+        below[group] = [sum(ratio < 1 for ratio in ratios) for ratios in each]
+
+    decode, window, short = means.values()
+    now_below, then_below = (
+        "{}, {} and {}".format(*(counts[i] for counts in below.values())) for i in (0, 1)
+    )
+    text = words("performance-cpu.md")
+    assert (
+        f"is {decode[0]} in the geometric mean of the 8 decodes from blocks of 128 ({decode[1]} in"
+        f" the record above), {window[0]} in the windows ({window[1]}) and {short[0]} in the short"
+        f" decodes ({short[1]})."
+    ) in text
+    assert (
+        f"Below 1 are {now_below} of these {len(now)} rows; in the record they are {then_below}."
+        in text
+    )
