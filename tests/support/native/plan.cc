@@ -59,7 +59,7 @@ int report(int argc, char** argv) {
   for (size_t i = 0; i < job.splits.size(); ++i) {
     const Split& split = job.splits[i];
     const double keys = double(split.k1 - split.k0), rows = double((split.t1 - split.t0) * p.group());
-    std::printf("%d %.0f\n", job.item_of[i], keys * bytes * (1 + rows / 6) + 2048);
+    std::printf("%d %.0f\n", job.item_of[i], keys * bytes * (1 + kernels().row_work * rows) + 2048);
   }
   return 0;
 }

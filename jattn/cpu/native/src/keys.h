@@ -29,7 +29,7 @@ struct Prefetcher {
     int64_t count;
   };
   Lines ranges[2 * kMostKeys];
-  int most = kStreams;         // ranges at once
+  int most_streams = kStreams;  // ranges at once
   int size = 0, next = 0;      // ranges before `next` are done
   int streams = 0;             // ranges from `next` on that are being prefetched
   int64_t done = 0, last = 0;  // lines done of each of these; lines of the shortest
@@ -58,7 +58,7 @@ struct Prefetcher {
   // Divides long ranges where there are fewer than can be interleaved: on two cores of a Xeon with AMX, decode from
   // blocks of 128 takes 0.91 to 0.96 of the time. With parts of less than 4 KiB it would take longer.
   void divide() {
-    for (int i = next; i < size && size - next < most && size < 2 * kMostKeys; ++i) {
+    for (int i = next; i < size && size - next < most_streams && size < 2 * kMostKeys; ++i) {
       const int64_t first = ranges[i].count / 2;
       if (first < kLeastPart) continue;
       ranges[size++] = {ranges[i].at + first * 64, ranges[i].count - first};
@@ -72,7 +72,7 @@ struct Prefetcher {
       if (!ranges[i].count) std::swap(ranges[i], ranges[next++]);
     }
     if (kTiles) divide();
-    streams = size - next < most ? size - next : most;
+    streams = size - next < most_streams ? size - next : most_streams;
     done = last = 0;
     for (int i = 0; i < streams; ++i) last = i && last < ranges[next + i].count ? last : ranges[next + i].count;
     return streams > 0;
@@ -213,7 +213,7 @@ struct KvTiles {
   KvTiles(const Problem& p, const Split& split, Queue& queue, const Sequence& sequence, int first, int want,
           bool listed, int streams = Prefetcher::kStreams)
       : reader(p, split, sequence, true), queue(queue), want(want) {
-    for (Keys& keys : all) keys.prefetcher.most = streams;
+    for (Keys& keys : all) keys.prefetcher.most_streams = streams;
     reader.next(first, &all[0]);
     reader.listed = listed;
     reader.next(want, &all[1]);

@@ -174,7 +174,7 @@ struct Kernels {
   void (*decode)(const Cache&, int64_t row, float* out);
   void (*logits)(const float* dots, float scale, const float* cap, float slope, const float* bias,
                  int64_t bias_columns, int64_t q, int64_t k, int count, float* out);
-  double row_work = 1.0 / 6;         // a row's work on a key, as a share of the key's bytes
+  double row_work = 1.0 / 6;        // a row's work on a key, as a share of the key's bytes
   double least_shared = 192 << 10;  // in bytes: with less work, waking another thread does not pay
 };
 
